@@ -1,0 +1,9 @@
+"""Exact attention at peak speed for PyTorch."""
+
+from peakattn.api import attention, explain
+from peakattn.device import Device
+from peakattn.dispatch import NoKernelError
+from peakattn.problem import AttentionProblem
+
+__all__ = ["AttentionProblem", "Device", "NoKernelError", "attention", "explain"]
+__version__ = "0.1.0"

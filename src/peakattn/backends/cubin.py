@@ -1,0 +1,86 @@
+"""Reading machine code: registers and frame from a cubin, opcode counts from a disassembly. No NVIDIA tool needed."""
+
+from __future__ import annotations
+
+import re
+import struct
+from collections import Counter
+from dataclasses import dataclass
+
+# Attribute codes of the .nv.info sections (EIFMT_SVAL records: format 4, code, 16-bit length, payload).
+_REGISTERS = 0x2F
+_FRAME = 0x11
+_OPCODE = re.compile(
+    r"^\s*(?:/\*[0-9a-f]+\*/)?\s*(?:[-0-9:A-Z]+\s+)?(?:@!?U?P[0-9T]+\s+)?([A-Z][A-Z0-9]+)[.\w]*(?=[\s;])", re.MULTILINE
+)
+
+
+@dataclass(frozen=True)
+class Facts:
+    """Per-thread registers at launch and local-memory frame, in bytes."""
+
+    registers: int
+    frame_bytes: int
+
+
+def facts(cubin: bytes, name: str) -> Facts:
+    """The facts of kernel ``name`` in an ELF cubin; ValueError when it is not there."""
+    names = _symbols(cubin)
+    registers: dict[str, int] = {}
+    frames: dict[str, int] = {}
+    for section, data in _sections(cubin):
+        if section != ".nv.info":
+            continue
+        for code, payload in _records(data):
+            if code in (_REGISTERS, _FRAME) and len(payload) == 8:
+                symbol, value = struct.unpack("<II", payload)
+                (registers if code == _REGISTERS else frames)[names[symbol]] = value
+    if name not in registers:
+        raise ValueError(f"the cubin has no kernel {name!r}; it has {', '.join(registers) or 'none'}.")
+    return Facts(registers[name], frames.get(name, 0))
+
+
+def count_opcodes(sass: str) -> dict[str, int]:
+    """How often each opcode head (HGMMA, UTMALDG, STL, ...) stands in a disassembly."""
+    return dict(Counter(_OPCODE.findall(sass)))
+
+
+def _sections(elf: bytes) -> list[tuple[str, bytes]]:
+    return [(name, data) for name, data, _ in _section_table(elf)]
+
+
+def _section_table(elf: bytes) -> list[tuple[str, bytes, tuple[int, ...]]]:
+    if elf[:5] != b"\x7fELF\x02":
+        raise ValueError("not a 64-bit ELF file; pass the bytes of a cubin.")
+    (offset,) = struct.unpack_from("<Q", elf, 0x28)
+    size, count, names_index = struct.unpack_from("<HHH", elf, 0x3A)
+    # name, type, flags, address, offset, size, link, info, alignment, entry size
+    headers = [struct.unpack_from("<IIQQQQIIQQ", elf, offset + i * size) for i in range(count)]
+    strings = headers[names_index]
+    table = elf[strings[4] : strings[4] + strings[5]]
+    no_bits = 8
+    return [(_string(table, h[0]), b"" if h[1] == no_bits else elf[h[4] : h[4] + h[5]], h) for h in headers]
+
+
+def _symbols(elf: bytes) -> list[str]:
+    table = _section_table(elf)
+    for _, data, header in table:
+        if header[1] == 2:  # SHT_SYMTAB
+            strings = table[header[6]][1]
+            return [_string(strings, struct.unpack_from("<I", data, i)[0]) for i in range(0, len(data), 24)]
+    return []
+
+
+def _records(data: bytes) -> list[tuple[int, bytes]]:
+    found, at = [], 0
+    while at + 4 <= len(data):
+        form, code, length = struct.unpack_from("<BBH", data, at)
+        at += 4
+        if form == 4:  # EIFMT_SVAL; in other formats the value stands in the length field
+            found.append((code, data[at : at + length]))
+            at += length
+    return found
+
+
+def _string(table: bytes, start: int) -> str:
+    return table[start : table.index(b"\0", start)].decode()

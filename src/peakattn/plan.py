@@ -1,0 +1,176 @@
+"""Plans: a problem's kernel, config and prepared launch, made once and then only called.
+
+A plan holds for tensors of the shapes, strides, dtypes, device and alignment that it was made from.  The caches are
+keyed by those; a hot call is one dictionary hit, the allocation of its outputs, and a launch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import math
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from peakattn import dispatch
+from peakattn.device import Device
+from peakattn.problem import AttentionProblem, is_aligned
+
+# Plans are small; the bound only keeps a process that never repeats a shape from growing without end.
+_MAX_PLANS = 4096
+
+_backward_plans: dict[Any, BackwardPlan] = {}
+
+
+def new_out(q: torch.Tensor, head_dim_v: int) -> torch.Tensor:
+    """An uninitialised ``[batch, seqlen_q, num_heads_q, head_dim_v]`` in q's memory order."""
+    if head_dim_v == q.shape[-1]:
+        return torch.empty_like(q)
+    strides = q.stride()
+    order = sorted(range(4), key=lambda i: -strides[i])
+    shape = (*q.shape[:-1], head_dim_v)
+    out = q.new_empty([shape[i] for i in order])
+    return out.permute([order.index(i) for i in range(4)])
+
+
+def new_lse(q: torch.Tensor) -> torch.Tensor:
+    """An uninitialised float32 ``[batch, num_heads_q, seqlen_q]``."""
+    return torch.empty((q.shape[0], q.shape[2], q.shape[1]), dtype=torch.float32, device=q.device)
+
+
+class ForwardPlan:
+    """One forward problem, ready to be called."""
+
+    __slots__ = ("_device", "_guard", "_head_dim_v", "_launch", "_like", "backend", "choice", "problem", "return_lse", "scale")
+
+    def __init__(
+        self,
+        problem: AttentionProblem,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        backend: str | None = None,
+        config: Any = None,
+    ) -> None:
+        self.problem = problem
+        self.backend = backend
+        self.return_lse = problem.return_lse
+        self.scale = 1.0 / math.sqrt(problem.head_dim)
+        self._head_dim_v = problem.head_dim_v
+        self._like = problem.head_dim_v == problem.head_dim
+        self._device = q.device
+        self._guard = _needs_guard(q.device)
+        self.choice: dispatch.Choice | None = None
+        self._launch: Callable[..., None] = _no_keys
+        if problem.empty or problem.seqlen_k == 0:
+            return
+        self.choice = choice = dispatch.choose(problem, Device.of(q.device), backend, config)
+        tensors = (q, k, v, new_out(q, problem.head_dim_v), new_lse(q) if problem.return_lse else None)
+        with _current(self._device):
+            self._launch = _prepared(choice.kernel, problem, choice.config, tensors)
+
+    def __call__(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softmax_scale: float, softcap: float
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """``out``, and ``lse`` when the problem returns it."""
+        out = torch.empty_like(q) if self._like else new_out(q, self._head_dim_v)
+        lse = new_lse(q) if self.return_lse else None
+        if self._guard:
+            with _current(self._device):
+                self._launch(q, k, v, out, lse, softmax_scale, softcap)
+        else:
+            self._launch(q, k, v, out, lse, softmax_scale, softcap)
+        return out, lse
+
+
+class BackwardPlan:
+    """One backward problem, ready to be called."""
+
+    __slots__ = ("_device", "_guard", "_launch", "choice", "problem")
+
+    def __init__(
+        self, problem: AttentionProblem, tensors: tuple[torch.Tensor | None, ...], device: torch.device, backend: str | None
+    ) -> None:
+        self.problem = problem
+        self._device = device
+        self._guard = _needs_guard(device)
+        self.choice = dispatch.choose(problem, Device.of(device), dispatch.backward_backend(backend))
+        with _current(device):
+            self._launch = _prepared(self.choice.kernel, problem, self.choice.config, tensors)
+
+    def __call__(self, *args: Any) -> None:
+        if self._guard:
+            with _current(self._device):
+                self._launch(*args)
+        else:
+            self._launch(*args)
+
+
+def backward(
+    forward: AttentionProblem,
+    backend: str | None,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    dout: torch.Tensor,
+    dlse: torch.Tensor | None,
+    needs: tuple[bool, bool, bool],
+    softmax_scale: float,
+    softcap: float,
+) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
+    """Those of dq, dk and dv that ``needs`` asks for, in the memory orders of q, k and v."""
+    if forward.empty or forward.seqlen_k == 0:
+        dq, dk, dv = (torch.zeros_like(x) if need else None for x, need in zip((q, k, v), needs, strict=True))
+        return dq, dk, dv
+    dq, dk, dv = (torch.empty_like(x) if need else None for x, need in zip((q, k, v), needs, strict=True))
+    if dlse is not None:
+        dlse = dlse.contiguous()
+    tensors = (q, k, v, out, lse, dout, dlse, dq, dk, dv)
+    wide = (q, k, v, out, dout)
+    aligned = all(is_aligned(x) for x in wide)
+    key = (forward, backend, needs, dlse is None, aligned, q.device.index, tuple(x.stride() for x in wide))
+    plan = _backward_plans.get(key)
+    if plan is None:
+        problem = forward.backward(needs_dq=needs[0], needs_dk=needs[1], needs_dv=needs[2], aligned=aligned)
+        plan = remember(_backward_plans, key, BackwardPlan(problem, tensors, q.device, backend))
+    plan(*tensors, softmax_scale, softcap)
+    return dq, dk, dv
+
+
+def remember(plans: dict[Any, Any], key: Any, plan: Any) -> Any:
+    """Puts a plan into a cache, which forgets its oldest when it is full."""
+    if len(plans) >= _MAX_PLANS:
+        plans.pop(next(iter(plans)), None)
+    plans[key] = plan
+    return plan
+
+
+def _prepared(
+    kernel: ModuleType, problem: AttentionProblem, config: Any, tensors: tuple[torch.Tensor | None, ...]
+) -> Callable[..., None]:
+    prepare = getattr(kernel, "prepare", None)
+    if prepare is not None:
+        return prepare(problem, config, *tensors)
+    return functools.partial(kernel.launch, problem, config)
+
+
+def _no_keys(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor | None, scale: float, softcap: float
+) -> None:
+    out.zero_()
+    if lse is not None:
+        lse.fill_(-math.inf)
+
+
+def _needs_guard(device: torch.device) -> bool:
+    """Whether another device could be current at the call."""
+    return device.type == "cuda" and torch.cuda.device_count() > 1
+
+
+def _current(device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
