@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+from collections.abc import Callable
 from typing import Any, Literal, overload
 
 import torch
@@ -14,9 +15,20 @@ from peakattn.device import Device
 from peakattn.plan import ForwardPlan, remember
 from peakattn.problem import AttentionProblem, check_options, check_tensors
 
+_TensorGuards: Any
+try:
+    from torch._C._dynamo.guards import TensorGuards as _TensorGuards
+except ImportError:
+    _TensorGuards = None
+
 _PLAIN = frozenset((torch.Tensor, torch.nn.Parameter))
 
+_MAX_RECENT = 4
+
 _plans: dict[Any, ForwardPlan] = {}
+# Options -> the last few plans under them, each with a check that sees types, dtypes, devices, sizes, strides,
+# requires_grad and every active mode of three tensors in one call; reading all that from Python costs six times as much.
+_recent: dict[Any, tuple[tuple[Callable[..., bool], ForwardPlan], ...]] = {}
 
 
 @overload
@@ -99,50 +111,29 @@ def attention(
 
     The algorithm is FlashAttention-2 (Dao, arXiv:2307.08691): online softmax over tiles of keys, O(seqlen) memory.
     """
-    if (
-        torch.compiler.is_compiling()
-        or type(q) not in _PLAIN
-        or type(k) not in _PLAIN
-        or type(v) not in _PLAIN
-        or torch._C._len_torch_dispatch_stack()
-        or torch._C._are_functorch_transforms_active()
-        or torch._C._is_any_autocast_enabled()
-    ):
+    if torch.compiler.is_compiling():
         return _traceable(q, k, v, causal, window_size, softmax_scale, softcap, alignment, return_lse, backend, config)
-    if softmax_scale is not None and (type(softmax_scale) is not float or not 0 < softmax_scale < math.inf):
-        q, softmax_scale = _positive_scale(q, softmax_scale)
-    needs_grad = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
-    key: Any = (
-        *(q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(), q.dtype, k.dtype, v.dtype),
-        *(q.get_device(), k.get_device(), v.get_device(), causal, window_size, alignment, softcap is None),
-        *(return_lse or needs_grad, backend, config, (q.data_ptr() | k.data_ptr() | v.data_ptr()) & 15),
-    )
+    options = (causal, window_size, alignment, softcap is None, return_lse, backend, config, torch.is_grad_enabled())
+    plan = None
     try:
-        plan = _plans.get(key)
+        for check, recent in _recent.get(options, ()):
+            if check(q, k, v):
+                plan = recent
+                break
     except TypeError:  # an unhashable option, such as a config given as a dict
-        key, plan = None, None
-    if plan is None:
-        problem = AttentionProblem.of(
-            *(q, k, v),
-            causal=causal,
-            window_size=window_size,
-            softmax_scale=softmax_scale,
-            softcap=softcap,
-            alignment=alignment,
-            return_lse=return_lse or needs_grad,
-        )
-        if problem.device_type == "meta":
-            return _traceable(q, k, v, causal, window_size, softmax_scale, softcap, alignment, return_lse, backend, config)
-        plan = ForwardPlan(problem, q, k, v, backend, config)
-        if key is not None:
-            remember(_plans, key, plan)
+        pass
+    if (
+        plan is None
+        or (plan.problem.aligned and (q.data_ptr() | k.data_ptr() | v.data_ptr()) & 15)
+        or not (softmax_scale is None or (type(softmax_scale) is float and 0 < softmax_scale < math.inf))
+        or not (softcap is None or (type(softcap) is float and 0 < softcap < math.inf))
+    ):
+        return _unprepared(q, k, v, causal, window_size, softmax_scale, softcap, alignment, return_lse, backend, config)
     if softmax_scale is None:
         softmax_scale = plan.scale
     if softcap is None:
         softcap = 0.0
-    elif type(softcap) is not float or not 0 < softcap < math.inf:
-        check_options(False, None, None, softcap, "bottom_right")
-    if needs_grad:
+    if plan.needs_grad:
         return ops.Attention.apply(q, k, v, plan, softmax_scale, softcap, return_lse)
     out, lse = plan(q, k, v, softmax_scale, softcap)
     return (out, lse) if return_lse else out  # type: ignore[return-value]
@@ -179,6 +170,61 @@ def _positive_scale(q: torch.Tensor, softmax_scale: float) -> tuple[torch.Tensor
     if softmax_scale > 0:
         return q, float(softmax_scale)
     return (-q, -float(softmax_scale)) if softmax_scale < 0 else (q * 0, 1.0)
+
+
+def _unprepared(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    causal: bool,
+    window_size: tuple[int | None, int | None] | None,
+    softmax_scale: float | None,
+    softcap: float | None,
+    alignment: str,
+    return_lse: bool,
+    backend: str | None,
+    config: Any,
+) -> Any:
+    """A call that no recent plan fits: everything is checked, and the plan is found or made."""
+    if (
+        type(q) not in _PLAIN
+        or type(k) not in _PLAIN
+        or type(v) not in _PLAIN
+        or q.is_meta
+        or torch._C._len_torch_dispatch_stack()
+        or torch._C._are_functorch_transforms_active()
+        or torch._C._is_any_autocast_enabled()
+    ):
+        return _traceable(q, k, v, causal, window_size, softmax_scale, softcap, alignment, return_lse, backend, config)
+    options: dict[str, Any] = {"causal": causal, "window_size": window_size, "softcap": softcap, "alignment": alignment}
+    given = q
+    if softmax_scale is not None:
+        q, softmax_scale = _positive_scale(q, softmax_scale)
+    needs_grad = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+    problem = AttentionProblem.of(q, k, v, **options, return_lse=return_lse or needs_grad)
+    strides = (q.stride(), k.stride(), v.stride())
+    try:
+        key: Any = (problem, *strides, q.device, backend, config, needs_grad)
+        plan = _plans.get(key)
+    except TypeError:
+        key = plan = None
+    if plan is None:
+        plan = ForwardPlan(problem, q, k, v, backend, config, needs_grad)
+        if key is not None:
+            remember(_plans, key, plan)
+    if key is not None and _TensorGuards is not None and q is given:
+        # The same tuple as in attention(): the options under which these plans may be called.
+        recent = (causal, window_size, alignment, softcap is None, return_lse, backend, config, torch.is_grad_enabled())
+        sizes, strides_ = [list(x.shape) for x in (q, k, v)], [list(s) for s in strides]
+        guard = _TensorGuards(q, k, v, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides_)
+        _recent[recent] = ((guard.check, plan), *(pair for pair in _recent.get(recent, ()) if pair[1] is not plan))[
+            :_MAX_RECENT
+        ]
+    args = (q, k, v, plan, plan.scale if softmax_scale is None else softmax_scale, 0.0 if softcap is None else float(softcap))
+    if needs_grad:
+        return ops.Attention.apply(*args, return_lse)
+    out, lse = plan(*args[:3], *args[4:])
+    return (out, lse) if return_lse else out
 
 
 def _traceable(

@@ -44,7 +44,19 @@ def new_lse(q: torch.Tensor) -> torch.Tensor:
 class ForwardPlan:
     """One forward problem, ready to be called."""
 
-    __slots__ = ("_device", "_guard", "_head_dim_v", "_launch", "_like", "backend", "choice", "problem", "return_lse", "scale")
+    __slots__ = (
+        "_device",
+        "_guard",
+        "_head_dim_v",
+        "_launch",
+        "_like",
+        "backend",
+        "choice",
+        "needs_grad",
+        "problem",
+        "return_lse",
+        "scale",
+    )
 
     def __init__(
         self,
@@ -54,8 +66,10 @@ class ForwardPlan:
         v: torch.Tensor,
         backend: str | None = None,
         config: Any = None,
+        needs_grad: bool = False,
     ) -> None:
         self.problem = problem
+        self.needs_grad = needs_grad
         self.backend = backend
         self.return_lse = problem.return_lse
         self.scale = 1.0 / math.sqrt(problem.head_dim)

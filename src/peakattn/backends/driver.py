@@ -38,10 +38,8 @@ _MAX_CACHED_MAPS = 64
 
 
 @functools.cache
-def _cuda() -> ctypes.PyDLL:
-    # PyDLL keeps the interpreter lock, so that filling a parameter buffer and launching it cannot interleave with
-    # another thread's launch of the same buffer inside the call.
-    return ctypes.PyDLL("libcuda.so.1")
+def _cuda() -> ctypes.CDLL:
+    return ctypes.CDLL("libcuda.so.1")
 
 
 def _call(name: str, *args: Any) -> None:

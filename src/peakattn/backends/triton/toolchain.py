@@ -24,6 +24,9 @@ from peakattn.problem import AttentionProblem
 _SCALARS = ("softmax_scale", "softcap")  # run-time numbers, by name, in every kernel
 _MIN_TRITON = (3, 6)
 
+_compiled: dict[Any, Any] = {}
+_functions: dict[tuple[str, int], Any] = {}  # (compiler hash, device) -> loaded function
+
 
 @dataclass(frozen=True)
 class Tma:
@@ -85,19 +88,15 @@ def interpreting() -> bool:
 
 
 def compile_launch(launch: KernelLaunch, arch: int) -> Any:
-    """The compiled kernel of a launch for ``sm_<arch>``; needs no GPU. Triton caches it on disk."""
-    import triton
+    """The compiled kernel of a launch for ``sm_<arch>``; needs no GPU. Kept in this process, and by Triton on disk."""
     from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
     from triton.compiler.compiler import make_backend
-    from triton.experimental.gluon._runtime import GluonASTSource
     from triton.runtime.jit import native_specialize_impl
 
-    target = GPUTarget("cuda", arch, 32)
-    backend = make_backend(target)
+    backend = make_backend(GPUTarget("cuda", arch, 32))
     signature: dict[str, str] = {}
     constants: dict[tuple[int, ...], Any] = {}
-    attributes: dict[tuple[int, ...], Any] = {}
+    hints: dict[tuple[int, ...], str] = {}
     for index, name in enumerate(launch.fn.arg_names):
         if name in launch.constexprs:
             signature[name], constants[(index,)] = "constexpr", launch.constexprs[name]
@@ -108,10 +107,28 @@ def compile_launch(launch: KernelLaunch, arch: int) -> Any:
         if kind == "constexpr":
             constants[(index,)] = value
         elif isinstance(hint, str) and hint:
-            attributes[(index,)] = backend.parse_attr(hint)
+            hints[(index,)] = hint
+    key = (launch.fn, arch, *(tuple(d.items()) for d in (signature, constants, hints, launch.options)))
+    compiled = _compiled.get(key)
+    if compiled is None:
+        compiled = _compiled[key] = _compile(launch, backend, signature, constants, hints)
+    return compiled
+
+
+def _compile(
+    launch: KernelLaunch,
+    backend: Any,
+    signature: dict[str, str],
+    constants: dict[tuple[int, ...], Any],
+    hints: dict[tuple[int, ...], str],
+) -> Any:
+    import triton
+    from triton.compiler import ASTSource
+    from triton.experimental.gluon._runtime import GluonASTSource
+
     source_type = GluonASTSource if getattr(launch.fn, "is_gluon", lambda: False)() else ASTSource
-    source = source_type(launch.fn, signature, constants, attributes)
-    return triton.compile(source, target=target, options=launch.options)
+    source = source_type(launch.fn, signature, constants, {path: backend.parse_attr(hint) for path, hint in hints.items()})
+    return triton.compile(source, target=backend.target, options=launch.options)
 
 
 def bind(launches: Sequence[KernelLaunch], tensors: Sequence[torch.Tensor | None]) -> Callable[..., None]:
@@ -126,7 +143,7 @@ def bind(launches: Sequence[KernelLaunch], tensors: Sequence[torch.Tensor | None
     slots = {id(t): i for i, t in enumerate(tensors) if t is not None}
     scalars = {name: len(tensors) + i for i, name in enumerate(_SCALARS)}
     arch = _arch(device)
-    launch_all = driver.chain([driver.launcher(_kernel(launch, arch, slots, scalars), device) for launch in launches])
+    launch_all = driver.chain([driver.launcher(_kernel(launch, arch, device, slots, scalars), device) for launch in launches])
     present = tuple(t is not None for t in tensors)
 
     def call(*args: Any) -> None:
@@ -230,7 +247,7 @@ def _interpret(launches: Sequence[KernelLaunch], tensors: Sequence[torch.Tensor 
         launch.fn[launch.grid](**final, **launch.constexprs, **launch.options)
 
 
-def _kernel(launch: KernelLaunch, arch: int, slots: dict[int, int], scalars: dict[str, int]) -> driver.Kernel:
+def _kernel(launch: KernelLaunch, arch: int, device: int, slots: dict[int, int], scalars: dict[str, int]) -> driver.Kernel:
     """A compiled launch as parameters in ABI order: arguments that were not specialised away, then two scratch pointers."""
     compiled = compile_launch(launch, arch)
     metadata = compiled.metadata
@@ -259,5 +276,8 @@ def _kernel(launch: KernelLaunch, arch: int, slots: dict[int, int], scalars: dic
         else:
             params.append(struct.pack({"i32": "i", "i64": "q", "fp32": "f", "u1": "?"}[kind], value))
     params += [bytes(8), bytes(8)]
-    function = driver.load_function(compiled.asm["cubin"], metadata.name, metadata.shared)
+    function = _functions.get((metadata.hash, device))
+    if function is None:
+        function = driver.load_function(compiled.asm["cubin"], metadata.name, metadata.shared)
+        _functions[metadata.hash, device] = function
     return driver.Kernel(function, launch.grid, 32 * compiled.metadata.num_warps, metadata.shared, tuple(params))
