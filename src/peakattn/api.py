@@ -122,9 +122,11 @@ def attention(
                 break
     except TypeError:  # an unhashable option, such as a config given as a dict
         pass
+    if plan is None:
+        return _unprepared(q, k, v, causal, window_size, softmax_scale, softcap, alignment, return_lse, backend, config)
+    q_address, k_address, v_address = q.data_ptr(), k.data_ptr(), v.data_ptr()
     if (
-        plan is None
-        or (plan.problem.aligned and (q.data_ptr() | k.data_ptr() | v.data_ptr()) & 15)
+        (plan.problem.aligned and (q_address | k_address | v_address) & 15)
         or not (softmax_scale is None or (type(softmax_scale) is float and 0 < softmax_scale < math.inf))
         or not (softcap is None or (type(softcap) is float and 0 < softcap < math.inf))
     ):
@@ -133,6 +135,10 @@ def attention(
         softmax_scale = plan.scale
     if softcap is None:
         softcap = 0.0
+    if plan.addresses is not None:
+        out = torch.empty_like(q)
+        plan.addresses((q_address, k_address, v_address, out.data_ptr(), 0, softmax_scale, softcap))
+        return out
     if plan.needs_grad:
         return ops.Attention.apply(q, k, v, plan, softmax_scale, softcap, return_lse)
     out, lse = plan(q, k, v, softmax_scale, softcap)
@@ -241,9 +247,10 @@ def _traceable(
     config: Any,
 ) -> Any:
     """The same call through the custom op: under torch.compile, torch.func, autocast, fake tensors and subclasses."""
-    check_tensors(q, k, v)
-    device = q.device.type
+    tensors = all(isinstance(x, torch.Tensor) for x in (q, k, v))
+    device = q.device.type if tensors else "meta"
     if device != "meta" and torch.is_autocast_enabled(device):
+        # Before check_tensors: one dtype is what autocast is asked for.
         dtype = torch.get_autocast_dtype(device)
         q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
         with torch.autocast(device, enabled=False):
@@ -258,6 +265,7 @@ def _traceable(
                 backend=backend,
                 config=config,
             )
+    check_tensors(q, k, v)
     left, right = check_options(causal, window_size, softmax_scale, softcap, alignment)
     if softmax_scale is not None and softmax_scale <= 0:
         q, softmax_scale = _positive_scale(q, softmax_scale)
@@ -269,6 +277,9 @@ def _traceable(
     return (out, lse) if return_lse else out
 
 
-@torch.compiler.assume_constant_result
 def _encode(config: Any) -> str:
     return json.dumps(config if isinstance(config, dict) else dataclasses.asdict(config))
+
+
+# What torch.compiler.assume_constant_result does, without importing all of Dynamo at `import peakattn`.
+_encode._dynamo_marked_constant = True  # type: ignore[attr-defined]

@@ -42,19 +42,23 @@ def new_lse(q: torch.Tensor) -> torch.Tensor:
 
 
 class ForwardPlan:
-    """One forward problem, ready to be called."""
+    """One forward problem, ready to be called.
+
+    ``addresses``, where there is one, launches without a lse on the addresses of q, k, v and an ``empty_like(q)``: the
+    shortest road that a call can take.
+    """
 
     __slots__ = (
         "_device",
         "_guard",
-        "_head_dim_v",
         "_launch",
         "_like",
+        "_lse_like",
+        "addresses",
         "backend",
         "choice",
         "needs_grad",
         "problem",
-        "return_lse",
         "scale",
     )
 
@@ -71,27 +75,38 @@ class ForwardPlan:
         self.problem = problem
         self.needs_grad = needs_grad
         self.backend = backend
-        self.return_lse = problem.return_lse
         self.scale = 1.0 / math.sqrt(problem.head_dim)
-        self._head_dim_v = problem.head_dim_v
         self._like = problem.head_dim_v == problem.head_dim
+        # One element that looks like an lse: empty_like of it costs a third of empty with a shape.
+        self._lse_like = (
+            new_lse(q[:1, :1, :1]).expand(problem.batch, problem.num_heads_q, problem.seqlen_q)
+            if (problem.return_lse and not problem.empty)
+            else None
+        )
         self._device = q.device
         self._guard = _needs_guard(q.device)
         self.choice: dispatch.Choice | None = None
         self._launch: Callable[..., None] = _no_keys
+        self.addresses: Callable[[Any], None] | None = None
         if problem.empty or problem.seqlen_k == 0:
             return
         self.choice = choice = dispatch.choose(problem, Device.of(q.device), backend, config)
         tensors = (q, k, v, new_out(q, problem.head_dim_v), new_lse(q) if problem.return_lse else None)
         with _current(self._device):
             self._launch = _prepared(choice.kernel, problem, choice.config, tensors)
+        if self._like and not problem.return_lse and not self._guard:
+            self.addresses = getattr(self._launch, "addresses", None)
 
     def __call__(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softmax_scale: float, softcap: float
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """``out``, and ``lse`` when the problem returns it."""
-        out = torch.empty_like(q) if self._like else new_out(q, self._head_dim_v)
-        lse = new_lse(q) if self.return_lse else None
+        out = torch.empty_like(q) if self._like else new_out(q, self.problem.head_dim_v)
+        lse = None
+        if self._lse_like is not None:
+            lse = torch.empty_like(self._lse_like, memory_format=torch.contiguous_format)
+        elif self.problem.return_lse:
+            lse = new_lse(q)
         if self._guard:
             with _current(self._device):
                 self._launch(q, k, v, out, lse, softmax_scale, softcap)
@@ -169,7 +184,8 @@ def _prepared(
 ) -> Callable[..., None]:
     prepare = getattr(kernel, "prepare", None)
     if prepare is not None:
-        return prepare(problem, config, *tensors)
+        # A kernel tells arguments apart by identity, and attention(x, x, x) must not teach it that q, k and v are one.
+        return prepare(problem, config, *(None if t is None else t.detach() for t in tensors))
     return functools.partial(kernel.launch, problem, config)
 
 

@@ -290,7 +290,7 @@ def check_options(
 def _check_number(name: str, value: object, allowed: str) -> None:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise TypeError(f"{name} is {value!r} of type {type(value).__name__}; allowed is {allowed}.")
-    if not math.isfinite(value):
+    if not -math.inf < value < math.inf:  # comparisons trace under torch.compile, math.isfinite does not
         raise ValueError(f"{name} is {value}; allowed is {allowed}.")
 
 

@@ -87,7 +87,7 @@ def check(
     """
     if actual.shape != oracle.shape:
         raise AssertionError(f"{name} has shape {tuple(actual.shape)}; the oracle has {tuple(oracle.shape)}.")
-    got, want, low = (x.detach().to("cpu", torch.float64) for x in (actual, oracle, low_precision))
+    got, want, low = (x.detach().to(actual.device, torch.float64) for x in (actual, oracle, low_precision))
     for kind, test in (("NaN", torch.isnan), ("inf", torch.isposinf), ("-inf", torch.isneginf)):
         wrong = test(got) != test(want)
         # A value beyond the dtype's range is an infinity there.

@@ -15,7 +15,7 @@ KERNELS: dict[str, str] = {
 }
 
 # The extra of this package that brings a backend's compiler; torch brings Triton on Linux.
-EXTRAS: dict[str, str] = {"cpu": "", "triton": "", "cutile": "cutile", "cute": "cute", "cuda": "cuda"}
+EXTRAS: dict[str, str] = {"cpu": "", "triton": "triton", "cutile": "cutile", "cute": "cute", "cuda": "cuda"}
 
 BACKENDS = tuple(dict.fromkeys(kernel_id.split(".")[0] for kernel_id in KERNELS))
 

@@ -8,6 +8,9 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import itertools
+import operator
+import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -45,9 +48,13 @@ def _cuda() -> ctypes.CDLL:
 def _call(name: str, *args: Any) -> None:
     status = getattr(_cuda(), name)(*args)
     if status:
-        text = ctypes.c_char_p()
-        _cuda().cuGetErrorString(status, ctypes.byref(text))
-        raise RuntimeError(f"{name} failed with error {status}: {(text.value or b'unknown error').decode()}.")
+        raise _error(name, status)
+
+
+def _error(name: str, status: int) -> RuntimeError:
+    text = ctypes.c_char_p()
+    _cuda().cuGetErrorString(status, ctypes.byref(text))
+    return RuntimeError(f"{name} failed with error {status}: {(text.value or b'unknown error').decode()}.")
 
 
 def load_function(cubin: bytes, name: str, shared_bytes: int) -> ctypes.c_void_p:
@@ -130,31 +137,33 @@ class Kernel:
 
 
 class _Slot:
-    """Parameter buffer and launch struct of one in-flight host call."""
+    """Parameter buffer and launch struct of one in-flight host call.
+
+    kernelParams points at each parameter, so their order in the buffer is ours: first the addresses and numbers that
+    change with every call, written by one pack_into, then tensor maps, then constants.
+    """
 
     def __init__(self, kernel: Kernel) -> None:
-        offsets, size = [], 0
-        for param in kernel.params:
-            length = _TMA_BYTES if isinstance(param, TensorMap) else 8 if isinstance(param, Pointer) else 4
-            length = len(param) if isinstance(param, bytes) else length
-            size += -size % (64 if isinstance(param, TensorMap) else 8)
-            offsets.append(size)
-            size += length
-        self.buffer = (ctypes.c_ubyte * (size + 64))()
-        base = ctypes.addressof(self.buffer) + (-ctypes.addressof(self.buffer) % 64)
-        self.params = (ctypes.c_void_p * max(len(offsets), 1))(*(base + o for o in offsets))
-        self.pointers: list[tuple[int, Any]] = []
-        self.scalars: list[tuple[int, Any]] = []
-        self.maps: list[list[Any]] = []
-        for param, offset in zip(kernel.params, offsets, strict=True):
-            if isinstance(param, Pointer):
-                self.pointers.append((param.slot, ctypes.c_uint64.from_address(base + offset)))
-            elif isinstance(param, Scalar):
-                self.scalars.append((param.slot, ctypes.c_float.from_address(base + offset)))
-            elif isinstance(param, TensorMap):
-                self.maps.append([param.slot, base + offset, None, param])
-            else:
-                ctypes.memmove(base + offset, param, len(param))
+        changing = [p for p in kernel.params if isinstance(p, Pointer | Scalar)]
+        maps = [p for p in kernel.params if isinstance(p, TensorMap)]
+        constants = [p for p in kernel.params if isinstance(p, bytes)]
+        self.layout = struct.Struct("".join("Q" if isinstance(p, Pointer) else "f4x" for p in changing))
+        maps_at = 8 * len(changing) + -8 * len(changing) % 64
+        constants_at = maps_at + _TMA_BYTES * len(maps)
+        self._storage = (ctypes.c_ubyte * (constants_at + 8 * len(constants) + 64))()
+        base = ctypes.addressof(self._storage) + (-ctypes.addressof(self._storage) % 64)
+        self.buffer = (ctypes.c_ubyte * (8 * len(changing) + 8)).from_address(base)
+        self.map_addresses = [base + maps_at + _TMA_BYTES * i for i in range(len(maps))]
+        for i, constant in enumerate(constants):
+            ctypes.memmove(base + constants_at + 8 * i, constant, len(constant))
+        places = (
+            (base + 8 * i for i in itertools.count()),
+            iter(self.map_addresses),
+            (base + constants_at + 8 * i for i in itertools.count()),
+        )
+        order = [2 if isinstance(p, bytes) else 1 if isinstance(p, TensorMap) else 0 for p in kernel.params]
+        self.params = (ctypes.c_void_p * max(len(order), 1))(*(next(places[kind]) for kind in order))
+        self.mapped: tuple[int, ...] = ()  # the addresses that the tensor maps in the buffer stand for
         grid, block = _Dim3(*kernel.grid), _Dim3(kernel.num_threads, 1, 1)
         self.config = _LaunchConfig(grid, block, kernel.shared_bytes, None, None, 0)
         self.config_ref = ctypes.byref(self.config)
@@ -168,8 +177,21 @@ def launcher(kernel: Kernel, device: int) -> Callable[[Sequence[Any]], None]:
     cu_launch = _cuda().cuLaunchKernelEx
     function = kernel.function
     current_stream = _raw_stream()
-    maps: dict[tuple[TensorMap, int], bytes] = {}
+    pick_changing = _picker([p.slot for p in kernel.params if isinstance(p, Pointer | Scalar)])
+    tensor_maps = [p for p in kernel.params if isinstance(p, TensorMap)]
+    pick_mapped = _picker([p.slot for p in tensor_maps])
+    encoded: dict[tuple[TensorMap, int], bytes] = {}
     free = [_Slot(kernel)]
+
+    def fill_maps(slot: _Slot, addresses: tuple[int, ...]) -> None:
+        for target, tensor_map, address in zip(slot.map_addresses, tensor_maps, addresses, strict=True):
+            known = encoded.get((tensor_map, address))
+            if known is None:
+                known = encoded[tensor_map, address] = tensor_map.encode(address)
+                while len(encoded) > _MAX_CACHED_MAPS:
+                    encoded.pop(next(iter(encoded)), None)
+            ctypes.memmove(target, known, _TMA_BYTES)
+        slot.mapped = addresses
 
     def launch(args: Sequence[Any]) -> None:
         # list.pop and list.append are atomic, so threads never share a slot.
@@ -177,28 +199,24 @@ def launcher(kernel: Kernel, device: int) -> Callable[[Sequence[Any]], None]:
             slot = free.pop()
         except IndexError:
             slot = _Slot(kernel)
-        for index, target in slot.pointers:
-            target.value = args[index]
-        for index, target in slot.scalars:
-            target.value = args[index]
-        for entry in slot.maps:
-            address = args[entry[0]]
-            if address != entry[2]:
-                key = (entry[3], address)
-                encoded = maps.get(key)
-                if encoded is None:
-                    encoded = maps[key] = entry[3].encode(address)
-                    while len(maps) > _MAX_CACHED_MAPS:
-                        maps.pop(next(iter(maps)), None)
-                ctypes.memmove(entry[1], encoded, _TMA_BYTES)
-                entry[2] = address
+        slot.layout.pack_into(slot.buffer, 0, *pick_changing(args))
+        mapped = pick_mapped(args)
+        if mapped != slot.mapped:
+            fill_maps(slot, mapped)
         slot.config.stream = current_stream(device)
         status = cu_launch(slot.config_ref, function, slot.params, None)
         free.append(slot)
         if status:
-            _call("cuLaunchKernelEx", slot.config_ref, function, slot.params, None)
+            raise _error("cuLaunchKernelEx", status)
 
     return launch
+
+
+def _picker(slots: list[int]) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
+    """The arguments in these slots, as a tuple."""
+    if len(slots) > 1:
+        return operator.itemgetter(*slots)
+    return lambda args: tuple(args[i] for i in slots)
 
 
 def _raw_stream() -> Callable[[int], int]:

@@ -143,22 +143,33 @@ def bind(launches: Sequence[KernelLaunch], tensors: Sequence[torch.Tensor | None
     slots = {id(t): i for i, t in enumerate(tensors) if t is not None}
     scalars = {name: len(tensors) + i for i, name in enumerate(_SCALARS)}
     arch = _arch(device)
-    launch_all = driver.chain([driver.launcher(_kernel(launch, arch, device, slots, scalars), device) for launch in launches])
-    present = tuple(t is not None for t in tensors)
+    launchers = [driver.launcher(_kernel(launch, arch, device, slots, scalars), device) for launch in launches]
+    return Bound(driver.chain(launchers), tuple(t is not None for t in tensors))
 
-    def call(*args: Any) -> None:
-        launch_all([a.data_ptr() if p else a for a, p in zip(args, present, strict=False)] + list(args[len(present) :]))
 
-    return call
+class Bound:
+    """A prepared launch: call it with tensors, or hand ``addresses`` what ``Tensor.data_ptr`` says of them."""
+
+    __slots__ = ("_present", "addresses")
+
+    def __init__(self, addresses: Callable[[Sequence[Any]], None], present: tuple[bool, ...]) -> None:
+        self.addresses = addresses
+        self._present = present
+
+    def __call__(self, *args: Any) -> None:
+        tensors = len(self._present)
+        pointers = [a.data_ptr() if p else 0 for a, p in zip(args, self._present, strict=False)]
+        self.addresses((*pointers, *args[tensors:]))
 
 
 def run(launches: Sequence[KernelLaunch]) -> None:
     """Launches at once, with nothing kept; in the interpreter when it is on."""
     if not launches:
         return
-    tensors = {id(t): t for launch in launches for t in map(_tensor, launch.args.values()) if t is not None}
-    values = [launch.args.get(name) for name in _SCALARS for launch in launches[:1]]
-    bind(launches, tuple(tensors.values()))(*tensors.values(), *(0.0 if v is None else v for v in values))
+    values = [value for launch in launches for value in launch.args.values()]
+    tensors = list({id(t): t for t in map(_tensor, values) if t is not None}.values())
+    numbers = [next((launch.args[name] for launch in launches if name in launch.args), 0.0) for name in _SCALARS]
+    bind(launches, tensors)(*tensors, *numbers)
 
 
 def artifacts(kernel: str, problem: AttentionProblem, config: Any, arch: int) -> list[Artifacts]:

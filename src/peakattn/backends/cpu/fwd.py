@@ -1,0 +1,143 @@
+"""Forward attention on the CPU.
+
+Two ways to the same result:
+
+- torch's fused kernel, for everything but softcap and unequal head dims.  It knows the full mask and the top-left
+  causal one; any other mask is cut into blocks of query rows, each with its visible keys and a ``[block_m, keys]`` bias.
+- tiled torch code with an online softmax in float32, for the rest, and again for inputs that are not finite: torch's
+  kernel multiplies a masked V by 0 and takes a row of NaN scores for a masked one.
+
+Memory is O(seqlen) on both.  Limited by torch's matrix products; no configs are worth a search on most problems.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+import torch
+
+from peakattn.backends.cpu.tile_ops import (
+    Config,
+    all_finite,
+    grouped,
+    heads_first,
+    key_blocks,
+    masked_matmul,
+    query_blocks,
+    scores,
+    tile_mask,
+    torch_calls,
+    ungrouped,
+)
+from peakattn.device import Device
+from peakattn.problem import AttentionProblem
+
+__all__ = ["Config", "default_config", "launch", "reject", "search_space"]
+
+
+def reject(problem: AttentionProblem, device: Device) -> str | None:
+    if device.type != "cpu":
+        return f"it computes on the CPU, and the tensors are on {device.name}"
+    return None
+
+
+def default_config(problem: AttentionProblem, device: Device) -> Config:
+    return Config()
+
+
+def search_space(problem: AttentionProblem, device: Device) -> Iterable[Config]:
+    for block_m in (64, 128, 256, 512):
+        for block_n in (128, 256, 512, 1024):
+            yield Config(block_m, block_n)
+
+
+def launch(
+    problem: AttentionProblem,
+    config: Config,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor | None,
+    softmax_scale: float,
+    softcap: float,
+) -> None:
+    fits = problem.head_dim == problem.head_dim_v and not softcap
+    if not (fits and _launch_torch(problem, config, q, k, v, out, lse, softmax_scale)):
+        _launch_tiled(problem, config, q, k, v, out, lse, softmax_scale, softcap)
+
+
+def _launch_torch(
+    problem: AttentionProblem,
+    config: Config,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor | None,
+    softmax_scale: float,
+) -> bool:
+    """True when the result stands; False when a number in it is not finite and the tiled code must decide."""
+    q, k, v = (heads_first(x) for x in (q, k, v))
+    _clear_rows_without_keys(problem, out, lse)
+    for call in torch_calls(problem, config.block_m):
+        out_i, lse_i = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            q[:, call.heads, call.rows],
+            k[:, :, call.keys],
+            v[:, :, call.keys],
+            0.0,
+            call.is_causal,
+            attn_mask=call.bias,
+            scale=softmax_scale,
+        )
+        if not all_finite((lse_i,) if problem.mask_name == "full" else (out_i, lse_i)):
+            return False
+        out[:, call.rows, call.heads] = out_i.transpose(1, 2)
+        if lse is not None:
+            lse[:, call.heads, call.rows] = lse_i
+    return True
+
+
+def _launch_tiled(
+    problem: AttentionProblem,
+    config: Config,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor | None,
+    softmax_scale: float,
+    softcap: float,
+) -> None:
+    _clear_rows_without_keys(problem, out, lse)
+    for rows, keys in query_blocks(problem, config.block_m):
+        q_i = grouped(q[:, rows], problem.num_heads_kv) * softmax_scale
+        m_i = q_i.new_full((*q_i.shape[:3], 1), -math.inf)
+        l_i = torch.zeros_like(m_i)
+        acc = q_i.new_zeros(*q_i.shape[:3], problem.head_dim_v)
+        for block in key_blocks(keys, config.block_n):
+            visible = tile_mask(problem, rows, block)
+            if visible is not None:
+                visible = visible.repeat(problem.group, 1)
+            qk = scores(q_i, k[:, block].transpose(1, 2).float(), softcap, visible)
+            m_new = torch.maximum(m_i, qk.amax(-1, keepdim=True))
+            shift = m_new.masked_fill(m_new == -math.inf, 0.0)  # no key seen yet: -inf - -inf would be NaN
+            p = qk.sub_(shift).exp_()
+            alpha = torch.exp(m_i - shift)
+            l_i = l_i * alpha + p.sum(-1, keepdim=True)
+            acc = acc.mul_(alpha).add_(masked_matmul(p, v[:, block].transpose(1, 2).float(), visible))
+            m_i = m_new
+        num_rows = rows.stop - rows.start
+        out[:, rows] = ungrouped(acc / l_i, num_rows).to(out.dtype)
+        if lse is not None:
+            lse[:, :, rows] = ungrouped(m_i + torch.log(l_i), num_rows).squeeze(-1).transpose(1, 2)
+
+
+def _clear_rows_without_keys(problem: AttentionProblem, out: torch.Tensor, lse: torch.Tensor | None) -> None:
+    seen = [rows for rows, _ in query_blocks(problem, max(problem.seqlen_q, 1))]
+    start, stop = (seen[0].start, seen[0].stop) if seen else (0, 0)
+    for rows in (slice(0, start), slice(stop, problem.seqlen_q)):
+        out[:, rows] = 0.0
+        if lse is not None:
+            lse[:, :, rows] = -math.inf

@@ -1,0 +1,803 @@
+"""Forward attention for Hopper in Gluon: one TMA producer warp, one to three wgmma consumer warpgroups.
+
+A block owns ``block_m`` query rows of one head, shared out among ``num_consumers`` warpgroups.  The producer
+warp loads Q once and streams K and V through two rings of ``num_stages`` tiles, each slot with a barrier for
+"full" and one for "empty".  A consumer runs a two-stage software pipeline over the key tiles, from right to left:
+
+    S_next = Q K_next^T      issued, not waited for        tensor core
+    O *= exp2(m_older - m)                                 under the first product
+    O += P V                 issued, not waited for        tensor core
+    wait for S_next; m, p = exp2(S_next - m), l            under the second product
+    wait for O; P = p                                      P never leaves registers
+
+Tiles are visited in three loops: those the right edge cuts (causal, window, end of the keys), those no edge
+cuts, which contain no mask code at all, and those the left edge of a window cuts.
+
+A masked score is replaced, never multiplied, so K may hold anything where it is masked.  P is 0 there, and
+0 * V is NaN when V holds NaN or inf: a row block whose output has a NaN is therefore computed again, key by
+key over visible keys alone, by ``_repair``.  That path is slow and taken only then; the price otherwise is one
+test for each row block, and only when the problem has a mask.
+
+Takes float16 and bfloat16, tensors that TMA can address, head_dim up to 256.
+"""
+
+# ruff: noqa: RUF059  device functions unpack whole groups of arguments by name
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from peakattn.backends.triton import toolchain
+from peakattn.backends.triton.toolchain import KernelLaunch, Tma
+from peakattn.device import Device
+from peakattn.problem import AttentionProblem
+
+_REGISTERS = 64 * 1024  # per SM
+_PRODUCER_REGISTERS = {1: 24, 2: 24, 3: 32}  # by num_consumers: consumers get 232 to 240, 240 and 160
+_BARRIER_BYTES = 1024  # barriers and the reductions' scratch
+_L2_SECTION_BYTES = 32 << 20  # K and V of the heads whose row blocks are scheduled together
+
+
+@dataclass(frozen=True)
+class Config:
+    """Knobs. ``occupancy`` blocks share an SM, each with its part of the registers.
+
+    ``pingpong``: consumers take turns to issue products. ``persistent``: a block per place on the GPU, which takes
+    one tile after another.
+    """
+
+    block_m: int
+    block_n: int
+    num_consumers: int = 2
+    num_stages: int = 2
+    occupancy: int = 1
+    pingpong: bool = False
+    persistent: bool = False
+
+    def __post_init__(self) -> None:
+        if self.num_consumers not in (1, 2, 3):
+            raise ValueError(f"num_consumers is {self.num_consumers}; allowed are 1, 2 and 3.")
+        if self.block_m not in (64 * self.num_consumers, 128 * self.num_consumers):
+            raise ValueError(f"block_m is {self.block_m}; each of the {self.num_consumers} consumers takes 64 or 128 rows.")
+        if self.block_n not in (32, 64, 128):
+            raise ValueError(f"block_n is {self.block_n}; allowed are 32, 64 and 128.")
+        if not 2 <= self.num_stages <= 8:
+            raise ValueError(f"num_stages is {self.num_stages}; allowed are 2 to 8: a tile is awaited while the last is read.")
+        if self.occupancy not in (1, 2, 3):
+            raise ValueError(f"occupancy is {self.occupancy}; allowed are 1, 2 and 3 blocks on an SM.")
+        if self.pingpong and self.num_consumers == 1:
+            raise ValueError("pingpong takes turns between consumers; give num_consumers 2 or 3, or pingpong=False.")
+
+
+def reject(problem: AttentionProblem, device: Device) -> str | None:
+    """Why this kernel does not take the problem, or None."""
+    if device.type != "cuda" or device.arch != 90:
+        return f"it is written for compute capability 9.0 (Hopper) and the device is {device.name}; triton.fwd runs elsewhere"
+    if problem.dtype not in (torch.float16, torch.bfloat16):
+        return f"wgmma multiplies float16 and bfloat16 here and the tensors are {problem.dtype}; triton.fwd takes float32"
+    if not problem.aligned:
+        return "TMA needs 16-byte aligned addresses and strides, and q, k or v has others; make them contiguous for this kernel"
+    if problem.head_dim_v % 8:
+        return f"TMA writes out in rows of 16-byte multiples and head_dim_v is {problem.head_dim_v}; pad it to a multiple of 8"
+    if problem.seqlen_k == 0:
+        return "there are no keys to load; triton.fwd writes the zeros"
+    return None
+
+
+def default_config(problem: AttentionProblem, device: Device) -> Config:
+    """The config when nothing was given or tuned."""
+    widest, _ = _widths(problem)
+    if widest == 64:
+        return Config(block_m=64, block_n=128, num_consumers=1, num_stages=2, occupancy=2)
+    if widest == 128:
+        return Config(block_m=128, block_n=128, num_consumers=2, num_stages=2)
+    return Config(block_m=128, block_n=64, num_consumers=2, num_stages=2)
+
+
+def search_space(problem: AttentionProblem, device: Device) -> Iterable[Config]:
+    """Every config that fits the shared memory and the registers of an SM."""
+    for num_consumers, rows, block_n, num_stages, occupancy in itertools.product(
+        (1, 2, 3), (64, 128), (32, 64, 128), (2, 3, 4), (1, 2, 3)
+    ):
+        for pingpong, persistent in itertools.product((False, True), repeat=2):
+            if pingpong and num_consumers == 1:
+                continue
+            block_m = rows * num_consumers
+            config = Config(block_m, block_n, num_consumers, num_stages, occupancy, pingpong, persistent)
+            if misfit(problem, config, device) is None:
+                yield config
+
+
+def misfit(problem: AttentionProblem, config: Config, device: Device) -> str | None:
+    """Why a config cannot run, or None: shared memory, registers of a consumer thread."""
+    shared, limit = shared_bytes(problem, config), min(device.smem_per_block, device.smem_per_sm // config.occupancy - 1024)
+    if shared > limit:
+        return (
+            f"{config} needs {shared} bytes of shared memory a block and {limit} are there; take smaller tiles or fewer stages"
+        )
+    needed, given = registers_needed(problem, config), _consumer_registers(config)
+    if needed > given:
+        return f"{config} needs about {needed} registers in a consumer thread and {given} are there; take smaller tiles"
+    return None
+
+
+def shared_bytes(problem: AttentionProblem, config: Config) -> int:
+    """Shared memory of one block: Q, the two rings, barriers.  A consumer's part of Q also stages its output."""
+    size, (dim, dim_v) = problem.dtype.itemsize, _widths(problem)
+    tiles = config.block_m * dim + config.num_stages * config.block_n * (dim + dim_v)
+    return size * tiles + _BARRIER_BYTES
+
+
+def registers_needed(problem: AttentionProblem, config: Config) -> int:
+    """Registers of a consumer thread at their peak: scores, output, P, and what addresses and the softmax take."""
+    rows = config.block_m // config.num_consumers
+    return rows * (config.block_n + _widths(problem)[1] + config.block_n // 2) // 128 + 36 * rows // 64 - 8
+
+
+def _widths(problem: AttentionProblem) -> tuple[int, int]:
+    """Tile widths of Q and K, and of V: TMA fills the columns past head_dim with zeros.
+
+    The first is never the smaller, because out passes through Q's shared memory.
+    """
+    dim, dim_v = (64 if d <= 64 else 128 if d <= 128 else 256 for d in (problem.head_dim, problem.head_dim_v))
+    return max(dim, dim_v), dim_v
+
+
+def _base_registers(config: Config) -> int:
+    """Registers a thread starts with: an even share of the SM, which the partitions then trade."""
+    threads = 128 * (config.num_consumers + 1)
+    return min(_REGISTERS // (config.occupancy * threads) // 8 * 8, 248)
+
+
+def _consumer_registers(config: Config) -> int:
+    total = _base_registers(config) * (config.num_consumers + 1) - _PRODUCER_REGISTERS[config.num_consumers]
+    return min(total // config.num_consumers // 8 * 8, 240)
+
+
+@gluon.jit
+def _block_range(m_offset, rows, seqlen_k, left, right, BLOCK_N: gl.constexpr):
+    """Key tiles that some row of [m_offset, m_offset + rows) sees: [n_block_min, n_block_max)."""
+    n_end = seqlen_k
+    if right is not None:
+        n_end = gl.minimum(n_end, gl.maximum(m_offset + rows + right, 0))
+    n_block_max = (n_end + BLOCK_N - 1) // BLOCK_N
+    n_block_min = n_block_max * 0
+    if left is not None:
+        n_block_min = gl.minimum(gl.maximum(m_offset - left, 0) // BLOCK_N, n_block_max)
+    return n_block_min, n_block_max
+
+
+@gluon.jit
+def _tile_at(index, sizes, REVERSE: gl.constexpr):
+    """Row block, head and batch entry of this block's ``index``-th tile, and whether there is one.
+
+    Tiles go section by section, a section being the heads whose K and V share L2, and in a section longest
+    first.  Every second round over the blocks runs backwards, which evens out what each of them gets.
+    """
+    seqlen_k, num_heads_q, group, total_heads, num_m_blocks, num_tiles, heads_per_section = sizes
+    programs = gl.num_programs(0)
+    tile = index * programs + gl.where(index % 2 == 1, programs - 1 - gl.program_id(0), gl.program_id(0))
+    section = tile // (heads_per_section * num_m_blocks)
+    first_head = section * heads_per_section
+    heads = gl.maximum(gl.minimum(heads_per_section, total_heads - first_head), 1)
+    rest = tile - first_head * num_m_blocks
+    m_block = rest // heads
+    batch_head = first_head + rest - m_block * heads
+    if REVERSE:
+        m_block = num_m_blocks - 1 - m_block
+    batch = batch_head // num_heads_q
+    return m_block, batch_head - batch * num_heads_q, batch, tile < num_tiles
+
+
+@gluon.jit
+def _advance(stage, phase, NUM_STAGES: gl.constexpr):
+    wrap = stage == NUM_STAGES - 1
+    return gl.where(wrap, 0, stage + 1), gl.where(wrap, phase ^ 1, phase)
+
+
+@gluon.jit
+def _fetch(desc, batch, row, head, full, empty, slot, phase):
+    """One tile of K, V or Q by TMA, once its slot is free."""
+    mbarrier.wait(empty, phase)
+    mbarrier.expect(full, desc.block_type.nbytes)
+    tma.async_copy_global_to_shared(desc, [batch, row, head, 0], full, slot)
+
+
+@gluon.jit
+def _produce(descs, bufs, bars, sizes, left, right):
+    """The producer warp: of each tile the rows of Q, then K and V tile by tile, K one ahead."""
+    q_desc, k_desc, v_desc, out_desc = descs
+    q_smem, k_smem, v_smem = bufs
+    q_full, q_empty, k_full, k_empty, v_full, v_empty, turn = bars
+    seqlen_k, num_heads_q, group, total_heads, num_m_blocks, num_tiles, heads_per_section = sizes
+    NUM_CONSUMERS: gl.constexpr = q_smem.shape[0]
+    NUM_STAGES: gl.constexpr = k_smem.shape[0]
+    ROWS: gl.constexpr = q_smem.shape[2]
+    BLOCK_M: gl.constexpr = ROWS * NUM_CONSUMERS
+    BLOCK_N: gl.constexpr = k_smem.shape[2]
+    k_stage = gl.to_tensor(0)
+    k_phase = gl.to_tensor(1)
+    v_stage = gl.to_tensor(0)
+    v_phase = gl.to_tensor(1)
+    q_phase = gl.to_tensor(1)
+    for index in range(gl.cdiv(num_tiles, gl.num_programs(0))):
+        m_block, head, batch, exists = _tile_at(index, sizes, right is not None)
+        if exists:
+            m_offset = m_block * BLOCK_M
+            n_block_min, n_block_max = _block_range(m_offset, BLOCK_M, seqlen_k, left, right, BLOCK_N)
+            head_kv = head // group
+            _fetch(q_desc, batch, m_offset, head, q_full.index(0), q_empty.index(0), q_smem.index(0), q_phase)
+            if n_block_min < n_block_max:
+                _fetch(
+                    k_desc, batch, (n_block_max - 1) * BLOCK_N, head_kv,
+                    k_full.index(k_stage), k_empty.index(k_stage), k_smem.index(k_stage), k_phase,
+                )  # fmt: skip
+                k_stage, k_phase = _advance(k_stage, k_phase, NUM_STAGES)
+            for c in gl.static_range(1, NUM_CONSUMERS):
+                row = m_offset + c * ROWS
+                _fetch(q_desc, batch, row, head, q_full.index(c), q_empty.index(c), q_smem.index(c), q_phase)
+            q_phase ^= 1
+            for i in range(n_block_max - n_block_min):
+                n_block = n_block_max - 1 - i
+                if n_block > n_block_min:
+                    _fetch(
+                        k_desc, batch, (n_block - 1) * BLOCK_N, head_kv,
+                        k_full.index(k_stage), k_empty.index(k_stage), k_smem.index(k_stage), k_phase,
+                    )  # fmt: skip
+                    k_stage, k_phase = _advance(k_stage, k_phase, NUM_STAGES)
+                _fetch(
+                    v_desc, batch, n_block * BLOCK_N, head_kv,
+                    v_full.index(v_stage), v_empty.index(v_stage), v_smem.index(v_stage), v_phase,
+                )  # fmt: skip
+                v_stage, v_phase = _advance(v_stage, v_phase, NUM_STAGES)
+
+
+@gluon.jit
+def _matrix(buf, stage):
+    """Slot of a ring, [1, rows, 1, head_dim], as a matrix."""
+    slot = buf.index(stage)
+    return slot.reshape([slot.shape[1], slot.shape[3]])
+
+
+@gluon.jit
+def _cap(qk, cap_scale):
+    """tanh(qk * cap_scale / (2 log2 e)) by exp2, whose absolute error stays near 1e-7; tanh.approx errs by 5e-4."""
+    half = 0.5 * gl.exp2(qk * cap_scale) + 0.5
+    return 1.0 - gl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [half], gl.float32, is_pure=True, pack=1)
+
+
+@gluon.jit
+def _mask(qk, n_offset, edges):
+    """Scores outside [first, end) of their row, edges = (end,) or (end, first), become -inf, whatever they are."""
+    columns = gl.arange(0, qk.shape[1], layout=gl.SliceLayout(0, qk.type.layout))
+    visible = columns[None, :] < (edges[0] - n_offset)[:, None]
+    if len(edges) == 2:
+        visible = visible & (columns[None, :] >= (edges[1] - n_offset)[:, None])
+    return gl.where(visible, qk, float("-inf"))
+
+
+@gluon.jit
+def _pack(p, DTYPE: gl.constexpr):
+    """P rounded, two columns in an int32: values of 16 bits LLVM would carry through loops as halves, and pack anew."""
+    ASM: gl.constexpr = "cvt.rn.bf16x2.f32 $0, $2, $1;" if gl.bfloat16 == DTYPE else "cvt.rn.f16x2.f32 $0, $2, $1;"
+    even, odd = p.reshape([p.shape[0], p.shape[1] // 2, 2]).split()
+    return gl.inline_asm_elementwise(ASM, "=r,f,f", [even, odd], gl.int32, is_pure=True, pack=1)
+
+
+@gluon.jit
+def _operand(packed, acc, DTYPE: gl.constexpr):
+    """Packed P as the register operand of the product with V: no thread gives or takes anything, no instruction."""
+    even, odd = gl.inline_asm_elementwise(
+        "mov.b32 {$0, $1}, $2;", "=h,=h,r", [packed], (gl.int16, gl.int16), is_pure=True, pack=1
+    )  # fmt: skip
+    p = gl.join(even, odd).reshape([packed.shape[0], 2 * packed.shape[1]]).to(DTYPE, bitcast=True)
+    return gl.convert_layout(p, gl.DotOperandLayout(0, acc.type.layout, 2), assert_trivial=True)
+
+
+@gluon.jit
+def _softmax(qk, m_old, qk_scale, MASKED: gl.constexpr):
+    """p = exp2(qk_scale * (qk - m)), its partial row sums, the new row maximum m and the factor for what is older.
+
+    The reductions first run over columns equal modulo 8, of which a thread holds all or none: shorter chains for the
+    maximum, and sums that lanes exchange only after the last tile.
+    """
+    BLOCK_N: gl.constexpr = qk.shape[1]
+    chains = gl.max(qk.reshape([qk.shape[0], BLOCK_N // 8, 8]), axis=1)
+    m_new = gl.maximum(m_old, gl.convert_layout(gl.max(chains, axis=1), m_old.type.layout, assert_trivial=True))
+    m_scaled = m_new * qk_scale
+    if MASKED:
+        m_scaled = gl.where(m_new == float("-inf"), 0.0, m_scaled)  # no key seen yet: -inf - -inf would be NaN
+    p = gl.exp2(qk * qk_scale - m_scaled[:, None])
+    alpha = gl.exp2(m_old * qk_scale - m_scaled)
+    return p, gl.sum(p.reshape([qk.shape[0], BLOCK_N // 8, 8]), axis=1), m_new, alpha
+
+
+@gluon.jit
+def _per_row(x, like):
+    """A value for each row, to multiply a matrix in another layout with the same rows in the same threads."""
+    return gl.convert_layout(x, gl.SliceLayout(1, like.type.layout), assert_trivial=True)[:, None]
+
+
+@gluon.jit
+def _attend(
+    count, n_block, q_matrix, bufs, bars, carried, ring, edges, scales,
+    MASKED: gl.constexpr, QK: gl.constexpr, CONSUMER: gl.constexpr,
+    SOFTCAP: gl.constexpr, PINGPONG: gl.constexpr,
+):  # fmt: skip
+    """``count`` key tiles from n_block downwards, each with the product P V of the tile before it under its softmax.
+
+    O is rescaled under the first product.
+    """
+    q_smem, k_smem, v_smem = bufs
+    q_full, q_empty, k_full, k_empty, v_full, v_empty, turn = bars
+    k_stage, k_phase, v_stage, v_phase, turn_phase = ring
+    acc, p, alpha, l_i, m_i = carried
+    NUM_CONSUMERS: gl.constexpr = q_smem.shape[0]
+    NUM_STAGES: gl.constexpr = k_smem.shape[0]
+    BLOCK_N: gl.constexpr = k_smem.shape[2]
+    qk_scale, cap_scale = scales
+    zero = gl.zeros([acc.shape[0], BLOCK_N], gl.float32, QK)
+    for i in range(count):
+        mbarrier.wait(k_full.index(k_stage), k_phase)
+        if PINGPONG:
+            mbarrier.wait(turn.index(CONSUMER), turn_phase)
+            turn_phase ^= 1
+        qk = warpgroup_mma(q_matrix, _matrix(k_smem, k_stage).permute([1, 0]), zero, use_acc=False, is_async=True)
+        acc = acc * _per_row(alpha, acc)
+        acc = warpgroup_mma(_operand(p, acc, v_smem.dtype), _matrix(v_smem, v_stage), acc, is_async=True)
+        if PINGPONG:
+            mbarrier.arrive(turn.index((CONSUMER + 1) % NUM_CONSUMERS))
+        qk = warpgroup_mma_wait(1, deps=[qk])
+        mbarrier.arrive(k_empty.index(k_stage))
+        k_stage, k_phase = _advance(k_stage, k_phase, NUM_STAGES)
+        if SOFTCAP:
+            qk = _cap(qk, cap_scale)
+        if MASKED:
+            qk = _mask(qk, (n_block - i) * BLOCK_N, edges)
+        p_next, sums, m_i, alpha = _softmax(qk, m_i, qk_scale, MASKED)
+        l_i = l_i * _per_row(alpha, l_i) + sums
+        # The next V is waited for here, not where it is used: the wait is a loop, and ptxas, which would otherwise
+        # wait for the product before the exponentials, moves nothing across it.
+        read = v_empty.index(v_stage)
+        v_stage, v_phase = _advance(v_stage, v_phase, NUM_STAGES)
+        mbarrier.wait(v_full.index(v_stage), v_phase)
+        acc = warpgroup_mma_wait(0, deps=[acc])
+        mbarrier.arrive(read)
+        p = _pack(p_next, v_smem.dtype)  # not before: the registers of P belong to the product until it is done
+    return (acc, p, alpha, l_i, m_i), (k_stage, k_phase, v_stage, v_phase, turn_phase)
+
+
+@gluon.jit
+def _skip(count, bufs, bars, ring, CONSUMER: gl.constexpr, PINGPONG: gl.constexpr):
+    """Hands back tiles that other consumers of the block need and this one does not."""
+    q_smem, k_smem, v_smem = bufs
+    q_full, q_empty, k_full, k_empty, v_full, v_empty, turn = bars
+    NUM_CONSUMERS: gl.constexpr = q_smem.shape[0]
+    NUM_STAGES: gl.constexpr = k_smem.shape[0]
+    k_stage, k_phase, v_stage, v_phase, turn_phase = ring
+    for _ in range(count):
+        mbarrier.wait(k_full.index(k_stage), k_phase)
+        mbarrier.arrive(k_empty.index(k_stage))
+        mbarrier.wait(v_full.index(v_stage), v_phase)
+        mbarrier.arrive(v_empty.index(v_stage))
+        if PINGPONG:
+            mbarrier.wait(turn.index(CONSUMER), turn_phase)
+            turn_phase ^= 1
+            mbarrier.arrive(turn.index((CONSUMER + 1) % NUM_CONSUMERS))
+        k_stage, k_phase = _advance(k_stage, k_phase, NUM_STAGES)
+        v_stage, v_phase = _advance(v_stage, v_phase, NUM_STAGES)
+    return k_stage, k_phase, v_stage, v_phase, turn_phase
+
+
+@gluon.jit
+def _repair(
+    raw, m_offset, batch, head, head_kv, sizes, left, right, scales,
+    ROWS: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, SOFTCAP: gl.constexpr,
+):  # fmt: skip
+    """Rows of out key by key, four rows a warp, touching values of visible keys alone; slow, and complete in itself."""
+    q, k, v, out, q_strides, k_strides, v_strides, out_strides, seqlen_q, head_dim, head_dim_v = raw
+    seqlen_k = sizes[0]
+    qk_scale, cap_scale = scales
+    D: gl.constexpr = gl.BlockedLayout([1, BLOCK_D // 32], [1, 32], [4, 1], [1, 0])
+    DV: gl.constexpr = gl.BlockedLayout([1, BLOCK_DV // 32], [1, 32], [4, 1], [1, 0])
+    STEP: gl.constexpr = 16
+    columns = gl.arange(0, BLOCK_D, layout=gl.SliceLayout(0, D))
+    columns_v = gl.arange(0, BLOCK_DV, layout=gl.SliceLayout(0, DV))
+    q += batch.to(gl.int64) * q_strides[0] + head.to(gl.int64) * q_strides[2]
+    k += batch.to(gl.int64) * k_strides[0] + head_kv.to(gl.int64) * k_strides[2]
+    v += batch.to(gl.int64) * v_strides[0] + head_kv.to(gl.int64) * v_strides[2]
+    out += batch.to(gl.int64) * out_strides[0] + head.to(gl.int64) * out_strides[2]
+    for start in range(m_offset, gl.minimum(m_offset + ROWS, seqlen_q), STEP):
+        rows = start + gl.arange(0, STEP, layout=gl.SliceLayout(1, D))
+        rows_v = start + gl.arange(0, STEP, layout=gl.SliceLayout(1, DV))
+        inside = (rows < seqlen_q)[:, None] & (columns < head_dim)[None, :]
+        q_rows = gl.load(q + rows.to(gl.int64)[:, None] * q_strides[1] + columns[None, :], mask=inside, other=0.0)
+        q_rows = q_rows.to(gl.float32)
+        key_first = gl.to_tensor(0)
+        key_end = seqlen_k
+        if left is not None:
+            key_first = gl.maximum(start - left, 0)
+        if right is not None:
+            key_end = gl.minimum(key_end, start + STEP + right)
+        m_i = gl.full([STEP], float("-inf"), gl.float32, gl.SliceLayout(1, DV))
+        l_i = gl.zeros([STEP], gl.float32, gl.SliceLayout(1, DV))
+        acc = gl.zeros([STEP, BLOCK_DV], gl.float32, DV)
+        for key in range(key_first, key_end):
+            offset = gl.cast(key, gl.int64)
+            k_row = gl.load(k + offset * k_strides[1] + columns, mask=columns < head_dim, other=0.0).to(gl.float32)
+            v_row = gl.load(v + offset * v_strides[1] + columns_v, mask=columns_v < head_dim_v, other=0.0).to(gl.float32)
+            s = gl.convert_layout(gl.sum(q_rows * k_row[None, :], axis=1), gl.SliceLayout(1, DV))
+            if SOFTCAP:
+                s = _cap(s, cap_scale)
+            visible = key < seqlen_k + rows_v * 0
+            if left is not None:
+                visible = visible & (key >= rows_v - left)
+            if right is not None:
+                visible = visible & (key <= rows_v + right)
+            m_new = gl.maximum(m_i, gl.where(visible, s, float("-inf")))
+            m_scaled = gl.where(m_new == float("-inf"), 0.0, m_new * qk_scale)
+            p = gl.where(visible, gl.exp2(s * qk_scale - m_scaled), 0.0)
+            alpha = gl.exp2(m_i * qk_scale - m_scaled)
+            acc = acc * alpha[:, None] + gl.where(visible[:, None], p[:, None] * v_row[None, :], 0.0)
+            l_i = l_i * alpha + p
+            m_i = m_new
+        acc = acc * gl.where(l_i == 0.0, 0.0, 1.0 / l_i)[:, None]
+        inside_v = (rows_v < seqlen_q)[:, None] & (columns_v < head_dim_v)[None, :]
+        gl.store(
+            out + rows_v.to(gl.int64)[:, None] * out_strides[1] + columns_v[None, :],
+            acc.to(out.dtype.element_ty),
+            mask=inside_v,
+        )
+
+
+@gluon.jit
+def _consume(
+    state, lse, left, right, CONSUMER: gl.constexpr,
+    EVEN_K: gl.constexpr, SOFTCAP: gl.constexpr, PINGPONG: gl.constexpr,
+):  # fmt: skip
+    """A consumer warpgroup: its rows of each tile, from Q in shared memory to out and lse."""
+    descs, bufs, bars, sizes, scales, raw = state
+    q_desc, k_desc, v_desc, out_desc = descs
+    q_smem, k_smem, v_smem = bufs
+    q_full, q_empty, k_full, k_empty, v_full, v_empty, turn = bars
+    seqlen_k, num_heads_q, group, total_heads, num_m_blocks, num_tiles, heads_per_section = sizes
+    qk_scale, cap_scale = scales
+    DTYPE: gl.constexpr = q_desc.dtype
+    NUM_CONSUMERS: gl.constexpr = q_smem.shape[0]
+    NUM_STAGES: gl.constexpr = k_smem.shape[0]
+    ROWS: gl.constexpr = q_smem.shape[2]
+    BLOCK_M: gl.constexpr = ROWS * NUM_CONSUMERS
+    BLOCK_N: gl.constexpr = k_smem.shape[2]
+    BLOCK_D: gl.constexpr = q_smem.shape[4]
+    BLOCK_DV: gl.constexpr = v_smem.shape[4]
+    WINDOW: gl.constexpr = left is not None or right is not None
+    QK: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BLOCK_N, 16])
+    ACC: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BLOCK_DV, 16])
+    ROW: gl.constexpr = gl.SliceLayout(1, QK)
+    q_mine = q_smem.index(CONSUMER)
+    q_matrix = q_mine.reshape([ROWS, BLOCK_D])
+    out_mine = q_mine._reinterpret(DTYPE, [1, ROWS, 1, BLOCK_DV], out_desc.layout)
+    ring = (gl.to_tensor(0), gl.to_tensor(0), gl.to_tensor(0), gl.to_tensor(0), gl.to_tensor(1 if CONSUMER == 0 else 0))
+    q_phase = gl.to_tensor(0)
+    for index in range(gl.cdiv(num_tiles, gl.num_programs(0))):
+        m_block, head, batch, exists = _tile_at(index, sizes, right is not None)
+        if exists:
+            block_min, block_max = _block_range(m_block * BLOCK_M, BLOCK_M, seqlen_k, left, right, BLOCK_N)
+            m_offset = m_block * BLOCK_M + CONSUMER * ROWS
+            n_block_min, n_block_max = _block_range(m_offset, ROWS, seqlen_k, left, right, BLOCK_N)
+            n_block_min = gl.minimum(gl.maximum(n_block_min, block_min), n_block_max)
+            rows = m_offset + gl.arange(0, ROWS, layout=ROW)
+            # No edge cuts the tiles [full_min, full_max).
+            end = seqlen_k + rows * 0
+            full_end = seqlen_k
+            full_min = n_block_min
+            if right is not None:
+                end = gl.minimum(end, rows + right + 1)
+                full_end = gl.minimum(full_end, gl.maximum(m_offset + right + 1, 0))
+            full_max = gl.maximum(gl.minimum(full_end // BLOCK_N, n_block_max), n_block_min)
+            edges = (end,)
+            if left is not None:
+                edges = (end, rows - left)  # type: ignore[assignment]
+                full_min = gl.maximum(m_offset + ROWS - 1 - left, 0)
+                full_min = gl.minimum(gl.maximum((full_min + BLOCK_N - 1) // BLOCK_N, n_block_min), full_max)
+
+            acc = gl.zeros([ROWS, BLOCK_DV], gl.float32, ACC)
+            m_i = gl.full([ROWS], float("-inf"), gl.float32, ROW)
+            l_row = gl.zeros([ROWS], gl.float32, ROW)
+            mbarrier.wait(q_full.index(CONSUMER), q_phase)
+            q_phase ^= 1
+            if n_block_min < n_block_max:
+                ring = _skip(block_max - n_block_max, bufs, bars, ring, CONSUMER, PINGPONG)
+                k_stage, k_phase, v_stage, v_phase, turn_phase = ring
+                mbarrier.wait(k_full.index(k_stage), k_phase)
+                if PINGPONG:
+                    mbarrier.wait(turn.index(CONSUMER), turn_phase)
+                    turn_phase ^= 1
+                zero = gl.zeros([ROWS, BLOCK_N], gl.float32, QK)
+                qk = warpgroup_mma(q_matrix, _matrix(k_smem, k_stage).permute([1, 0]), zero, use_acc=False, is_async=True)
+                if PINGPONG:
+                    mbarrier.arrive(turn.index((CONSUMER + 1) % NUM_CONSUMERS))
+                qk = warpgroup_mma_wait(0, deps=[qk])
+                mbarrier.arrive(k_empty.index(k_stage))
+                k_stage, k_phase = _advance(k_stage, k_phase, NUM_STAGES)
+                if SOFTCAP:
+                    qk = _cap(qk, cap_scale)
+                if WINDOW or not EVEN_K:
+                    qk = _mask(qk, (n_block_max - 1) * BLOCK_N, edges)
+                p_first, l_i, m_i, alpha = _softmax(qk, m_i, qk_scale, WINDOW)
+                mbarrier.wait(v_full.index(v_stage), v_phase)
+                carried = (acc, _pack(p_first, DTYPE), alpha, l_i, m_i)
+                ring = (k_stage, k_phase, v_stage, v_phase, turn_phase)
+                n_block = n_block_max - 2
+                if right is not None:
+                    count = gl.maximum(n_block + 1 - full_max, 0)
+                    carried, ring = _attend(
+                        count, n_block, q_matrix, bufs, bars, carried, ring, edges, scales,
+                        True, QK, CONSUMER, SOFTCAP, PINGPONG,
+                    )  # fmt: skip
+                    n_block -= count
+                count = gl.maximum(n_block + 1 - full_min, 0)
+                carried, ring = _attend(
+                    count, n_block, q_matrix, bufs, bars, carried, ring, edges, scales,
+                    False, QK, CONSUMER, SOFTCAP, PINGPONG,
+                )  # fmt: skip
+                n_block -= count
+                if left is not None:
+                    carried, ring = _attend(
+                        n_block + 1 - n_block_min, n_block, q_matrix, bufs, bars, carried, ring, edges, scales,
+                        True, QK, CONSUMER, SOFTCAP, PINGPONG,
+                    )  # fmt: skip
+                acc, p, alpha, l_i, m_i = carried
+                k_stage, k_phase, v_stage, v_phase, turn_phase = ring
+                acc = acc * _per_row(alpha, acc)
+                acc = warpgroup_mma(_operand(p, acc, DTYPE), _matrix(v_smem, v_stage), acc, is_async=True)
+                l_row = gl.convert_layout(gl.sum(l_i, axis=1), ROW, assert_trivial=True)
+                acc = warpgroup_mma_wait(0, deps=[acc])
+                mbarrier.arrive(v_empty.index(v_stage))
+                v_stage, v_phase = _advance(v_stage, v_phase, NUM_STAGES)
+                ring = (k_stage, k_phase, v_stage, v_phase, turn_phase)
+                ring = _skip(n_block_min - block_min, bufs, bars, ring, CONSUMER, PINGPONG)
+                acc = acc * _per_row(gl.where(l_row == 0.0, 0.0, 1.0 / l_row), acc)
+            else:
+                ring = _skip(block_max - block_min, bufs, bars, ring, CONSUMER, PINGPONG)
+
+            broken = False
+            if WINDOW:
+                total = gl.sum(acc, axis=1)
+                broken = gl.max(gl.where(total == total, 0, 1), axis=0) != 0
+            if broken:
+                if WINDOW:
+                    _repair(
+                        raw, m_offset, batch, head, head // group, sizes, left, right, scales, ROWS, BLOCK_D, BLOCK_DV, SOFTCAP
+                    )
+            else:
+                out_mine.reshape([ROWS, BLOCK_DV]).store(acc.to(DTYPE))
+                fence_async_shared()
+                tma.async_copy_shared_to_global(out_desc, [batch, m_offset, head, 0], out_mine)
+                tma.store_wait(0)
+            if lse is not None:
+                seqlen_q = q_desc.shape[1]
+                value = gl.where(l_row == 0.0, float("-inf"), m_i * (qk_scale * 0.6931471805599453) + gl.log(l_row))
+                gl.store(lse + (batch.to(gl.int64) * num_heads_q + head) * seqlen_q + rows, value, mask=rows < seqlen_q)
+            mbarrier.arrive(q_empty.index(CONSUMER))
+
+
+@gluon.jit
+def attention_fwd_kernel(
+    q_desc, k_desc, v_desc, out_desc, q, k, v, out, lse,
+    stride_qb, stride_qs, stride_qh, stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh,
+    stride_ob, stride_os, stride_oh,
+    seqlen_k, num_heads_q, group, total_heads, num_m_blocks, num_tiles, heads_per_section, left, right,
+    softmax_scale, softcap,
+    NUM_CONSUMERS: gl.constexpr, NUM_STAGES: gl.constexpr, EVEN_K: gl.constexpr, SOFTCAP: gl.constexpr,
+    PINGPONG: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
+):  # fmt: skip
+    """left and right are counted from the query's row: keys [row - left, row + right]; None where unlimited."""
+    BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
+    ROWS: gl.constexpr = q_desc.block_shape[1]
+    BLOCK_N: gl.constexpr = k_desc.block_shape[1]
+    BLOCK_D: gl.constexpr = q_desc.block_shape[3]
+    BLOCK_DV: gl.constexpr = v_desc.block_shape[3]
+    q_smem = gl.allocate_shared_memory(q_desc.dtype, [NUM_CONSUMERS, 1, ROWS, 1, BLOCK_D], q_desc.layout)
+    k_smem = gl.allocate_shared_memory(k_desc.dtype, [NUM_STAGES, 1, BLOCK_N, 1, BLOCK_D], k_desc.layout)
+    v_smem = gl.allocate_shared_memory(v_desc.dtype, [NUM_STAGES, 1, BLOCK_N, 1, BLOCK_DV], v_desc.layout)
+    q_full = gl.allocate_shared_memory(gl.int64, [NUM_CONSUMERS, 1], BARRIER)
+    q_empty = gl.allocate_shared_memory(gl.int64, [NUM_CONSUMERS, 1], BARRIER)
+    k_full = gl.allocate_shared_memory(gl.int64, [NUM_STAGES, 1], BARRIER)
+    k_empty = gl.allocate_shared_memory(gl.int64, [NUM_STAGES, 1], BARRIER)
+    v_full = gl.allocate_shared_memory(gl.int64, [NUM_STAGES, 1], BARRIER)
+    v_empty = gl.allocate_shared_memory(gl.int64, [NUM_STAGES, 1], BARRIER)
+    turn = gl.allocate_shared_memory(gl.int64, [NUM_CONSUMERS, 1], BARRIER)
+    for c in gl.static_range(NUM_CONSUMERS):
+        mbarrier.init(q_full.index(c), count=1)
+        mbarrier.init(q_empty.index(c), count=1)
+        mbarrier.init(turn.index(c), count=1)
+    for s in gl.static_range(NUM_STAGES):
+        mbarrier.init(k_full.index(s), count=1)
+        mbarrier.init(k_empty.index(s), count=NUM_CONSUMERS)
+        mbarrier.init(v_full.index(s), count=1)
+        mbarrier.init(v_empty.index(s), count=NUM_CONSUMERS)
+    fence_async_shared()
+
+    qk_scale = softmax_scale * 1.4426950408889634
+    cap_scale = qk_scale
+    if SOFTCAP:
+        cap_scale = 2.0 * qk_scale / softcap
+        qk_scale = softcap * 1.4426950408889634
+    descs = (q_desc, k_desc, v_desc, out_desc)
+    bufs = (q_smem, k_smem, v_smem)
+    bars = (q_full, q_empty, k_full, k_empty, v_full, v_empty, turn)
+    sizes = (seqlen_k, num_heads_q, group, total_heads, num_m_blocks, num_tiles, heads_per_section)
+    raw = (seqlen_k,)
+    if left is not None or right is not None:
+        raw = (  # type: ignore[assignment]
+            q, k, v, out, (stride_qb, stride_qs, stride_qh), (stride_kb, stride_ks, stride_kh),
+            (stride_vb, stride_vs, stride_vh), (stride_ob, stride_os, stride_oh),
+            q_desc.shape[1], q_desc.shape[3], v_desc.shape[3],
+        )  # fmt: skip
+    state = (descs, bufs, bars, sizes, (qk_scale, cap_scale), raw)
+    # What is None or compile-time stands in the calls themselves: a variable would turn it into a run-time value.
+    if NUM_CONSUMERS == 1:
+        gl.warp_specialize(
+            [
+                (_consume, (state, lse, left, right, 0, EVEN_K, SOFTCAP, PINGPONG)),
+                (_produce, (descs, bufs, bars, sizes, left, right)),
+            ],
+            [1],
+            [PRODUCER_REGISTERS],
+        )
+    elif NUM_CONSUMERS == 2:
+        gl.warp_specialize(
+            [
+                (_consume, (state, lse, left, right, 0, EVEN_K, SOFTCAP, PINGPONG)),
+                (_consume, (state, lse, left, right, 1, EVEN_K, SOFTCAP, PINGPONG)),
+                (_produce, (descs, bufs, bars, sizes, left, right)),
+            ],
+            [4, 1],
+            [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (_consume, (state, lse, left, right, 0, EVEN_K, SOFTCAP, PINGPONG)),
+                (_consume, (state, lse, left, right, 1, EVEN_K, SOFTCAP, PINGPONG)),
+                (_consume, (state, lse, left, right, 2, EVEN_K, SOFTCAP, PINGPONG)),
+                (_produce, (descs, bufs, bars, sizes, left, right)),
+            ],
+            [4, 4, 1],
+            [CONSUMER_REGISTERS, CONSUMER_REGISTERS, PRODUCER_REGISTERS],
+        )
+
+
+def launches(
+    problem: AttentionProblem,
+    config: Config,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor | None,
+    softmax_scale: float,
+    softcap: float,
+) -> list[KernelLaunch]:
+    """The one launch of this kernel; nothing when there is no output."""
+    if problem.empty:
+        return []
+    rows = config.block_m // config.num_consumers
+    layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)
+    dim, dim_v = _widths(problem)
+    left, right = _edges(problem)
+    masked = left is not None or right is not None
+    num_m_blocks = -(-problem.seqlen_q // config.block_m)
+    total_heads = problem.batch * problem.num_heads_q
+    num_tiles = num_m_blocks * total_heads
+    names = {"q": q, "k": k, "v": v, "o": out}
+    args: dict[str, Any] = {
+        "q_desc": Tma(q, (1, rows, 1, dim), layout),
+        "k_desc": Tma(k, (1, config.block_n, 1, dim), layout),
+        "v_desc": Tma(v, (1, config.block_n, 1, dim_v), layout),
+        "out_desc": Tma(out, (1, rows, 1, dim_v), layout),
+        "q": q if masked else None,
+        "k": k if masked else None,
+        "v": v if masked else None,
+        "out": out if masked else None,
+        "lse": lse,
+        **{f"stride_{n}{d}": x.stride(i) if masked else None for n, x in names.items() for i, d in enumerate("bsh")},
+        "seqlen_k": problem.seqlen_k,
+        "num_heads_q": problem.num_heads_q,
+        "group": problem.group,
+        "total_heads": total_heads,
+        "num_m_blocks": num_m_blocks,
+        "num_tiles": num_tiles,
+        "heads_per_section": _heads_per_section(problem, right is not None),
+        "left": left,
+        "right": right,
+        "softmax_scale": softmax_scale,
+        "softcap": softcap if problem.softcap else None,
+    }
+    constexprs = {
+        "NUM_CONSUMERS": config.num_consumers,
+        "NUM_STAGES": config.num_stages,
+        "EVEN_K": problem.seqlen_k % config.block_n == 0,
+        "SOFTCAP": problem.softcap,
+        "PINGPONG": config.pingpong,
+        "CONSUMER_REGISTERS": _consumer_registers(config),
+        "PRODUCER_REGISTERS": _PRODUCER_REGISTERS[config.num_consumers],
+    }
+    programs = min(num_tiles, config.occupancy * _device(q).num_sms) if config.persistent else num_tiles
+    return [
+        KernelLaunch(
+            fn=attention_fwd_kernel,
+            grid=(programs, 1, 1),
+            args=args,
+            constexprs=constexprs,
+            num_warps=4,  # of the first consumer; the other partitions bring their own
+            num_stages=config.num_stages,
+            maxnreg=_base_registers(config),
+        )
+    ]
+
+
+def _device(q: torch.Tensor) -> Device:
+    return Device.of(q.device) if q.device.type == "cuda" else Device.for_arch(90)
+
+
+def _edges(problem: AttentionProblem) -> tuple[int | None, int | None]:
+    """The window counted from the query's row, as (left, right); None for a side that cuts no row."""
+    left = None if problem.window_left is None else problem.window_left - problem.offset
+    right = None if problem.window_right is None else problem.window_right + problem.offset
+    if left is not None and problem.seqlen_q - 1 - left <= 0:
+        left = None
+    if right is not None and right >= problem.seqlen_k - 1:
+        right = None
+    return left, right
+
+
+def _heads_per_section(problem: AttentionProblem, longest_first: bool) -> int:
+    """Query heads scheduled together: one head at a time, or as many as L2 holds K and V of when lengths differ."""
+    if not longest_first or problem.window_left is not None:
+        return problem.group
+    head_bytes = problem.dtype.itemsize * problem.seqlen_k * (problem.head_dim + problem.head_dim_v)
+    heads_kv = 1 << max(_L2_SECTION_BYTES // head_bytes, 1).bit_length() - 1
+    return min(heads_kv * problem.group, problem.batch * problem.num_heads_q)
+
+
+def launch(
+    problem: AttentionProblem,
+    config: Config,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor | None,
+    softmax_scale: float,
+    softcap: float,
+) -> None:
+    toolchain.run(launches(problem, config, q, k, v, out, lse, softmax_scale, softcap))
+
+
+def prepare(
+    problem: AttentionProblem,
+    config: Config,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor | None,
+) -> Callable[..., None]:
+    """``launch`` for tensors like these, with everything but the addresses and the two numbers settled."""
+    return toolchain.bind(launches(problem, config, q, k, v, out, lse, 1.0, 0.0), (q, k, v, out, lse))

@@ -1,0 +1,122 @@
+"""Records: the schema, files that a killed process left, resuming, kernel hashes."""
+
+from __future__ import annotations
+
+import json
+
+import pydantic
+import pytest
+
+from lab.records_of import PROBLEM, record
+from peakattn import backends
+from peakattn_lab import problems, records
+
+
+def test_a_record_survives_the_file(tmp_path):
+    path = tmp_path / "new" / "rows.jsonl"
+    row = record("peakattn", 800.0, kernel="cpu.fwd", kernel_hash="x", config={"block_m": 128}, observed={"sm_mhz": [1, 2, 3]})
+    records.append(path, row)
+    records.append(path, record("fa3", 900.0))
+    assert records.read(path)[0] == row
+    assert [r.contender for r in records.read(path)] == ["peakattn", "fa3"]
+    assert problems.from_dict(records.read(path)[0].problem) == PROBLEM
+
+
+def test_provenance_is_complete():
+    where = records.provenance("NVIDIA H200", 90, commit="abc")
+    assert where.versions["torch"]
+    assert where.python
+    assert where.commit
+    assert where.time.endswith("+00:00")
+
+
+def test_a_truncated_last_line_is_left_out_and_then_cut_off(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    for name in ("peakattn", "fa3"):
+        records.append(path, record(name, 800.0))
+    path.write_bytes(path.read_bytes()[:-40])
+    assert [r.contender for r in records.read(path)] == ["peakattn"]
+    records.append(path, record("fa4", 800.0))
+    assert [r.contender for r in records.read(path)] == ["peakattn", "fa4"]
+
+
+def test_damage_elsewhere_names_the_line(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_text("{}\n")
+    records.append(path, record("fa3", 800.0))
+    with pytest.raises(ValueError, match="line 1 is not a record: provenance Field required"):
+        records.read(path)
+
+
+def test_another_schema_and_unknown_fields_are_refused(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    records.append(path, record("fa3", 800.0, schema_version=99))
+    with pytest.raises(ValueError, match="has schema 99"):
+        records.read(path)
+    with pytest.raises(pydantic.ValidationError):
+        record("fa3", 800.0, colour="red")
+
+
+def test_speed_is_known_only_with_samples_and_a_green_gate():
+    assert record("a", 1.0).speed_known
+    assert not record("a", 1.0, gate=None).speed_known
+    red = record("a", 1.0, gate=records.Gate(passed=False, message="dq errs"))
+    assert not red.speed_known
+    assert red.reason == "wrong: dq errs"
+    assert record("a", 1.0, samples_us=[], gate=None, skipped="needs sm_90").reason == "needs sm_90"
+
+
+def test_tflops_are_useful_ones():
+    assert record("a", 1000.0).tflops == pytest.approx(PROBLEM.flops / 1e-3 / 1e12)
+
+
+def test_resume_measures_again_what_a_changed_kernel_did():
+    fresh = record("peakattn", 1.0, kernel="cpu.fwd", kernel_hash=records.kernel_hash("cpu.fwd"))
+    old = record("peakattn:cpu", 1.0, kernel="cpu.fwd", kernel_hash="0" * 16)
+    rival = record("fa3", 1.0)
+    done = records.done([fresh, old, rival], "NVIDIA H200")
+    assert done == {fresh.key, rival.key}
+    assert records.done([fresh], "NVIDIA B200") == set()
+    assert records.stale([fresh, old, rival]) == ["cpu.fwd"]
+
+
+def test_the_hash_covers_the_kernel_and_what_it_imports_from_its_backend():
+    for kernel_id in backends.KERNELS:
+        sources = records.kernel_sources(kernel_id)
+        if sources:
+            assert {p.parent.name for p in sources} == {kernel_id.split(".")[0]}
+    names = {p.name for p in records.kernel_sources("triton.fwd")}
+    assert {"fwd.py", "toolchain.py"} <= names
+    assert "contract.py" not in names
+    assert records.kernel_hash("gone.fwd") is None
+
+
+def test_comments_and_blank_lines_do_not_change_the_hash(tmp_path, monkeypatch):
+    source = tmp_path / "fwd.py"
+    monkeypatch.setattr(records, "kernel_sources", lambda kernel_id: {source})
+    hashes = []
+    for text in ("a = 1\nb = 2\n", "a = 1\n\n# why\nb = 2  \n", "a = 1\nb = 3\n"):
+        source.write_text(text)
+        records.kernel_hash.cache_clear()
+        hashes.append(records.kernel_hash("cpu.fwd"))
+    records.kernel_hash.cache_clear()
+    assert hashes[0] == hashes[1] != hashes[2]
+
+
+@pytest.mark.parametrize("name", problems.SETS)
+def test_problem_sets_are_distinct_and_survive_json(name):
+    found = problems.named(name).problems
+    assert len(set(found)) == len(found)
+    assert len({problems.label(p) for p in found}) == len(found)
+    for problem in found:
+        assert problems.from_dict(json.loads(json.dumps(problems.to_dict(problem)))) == problem
+
+
+def test_the_cells_have_16k_tokens_and_a_width_of_2048():
+    for name in ("prefill", "backward"):
+        found = problems.named(name).problems
+        assert len(found) == 18
+        assert {p.batch * p.seqlen_q for p in found} == {16384}
+        assert {p.num_heads_q * p.head_dim for p in found} == {2048}
+    with pytest.raises(ValueError, match="known are prefill"):
+        problems.named("decode")
