@@ -135,12 +135,12 @@ def attention(
         softmax_scale = plan.scale
     if softcap is None:
         softcap = 0.0
-    if plan.addresses is not None:
+    if plan.simple and plan.addresses is not None:
         out = torch.empty_like(q)
         plan.addresses((q_address, k_address, v_address, out.data_ptr(), 0, softmax_scale, softcap))
         return out
     if plan.needs_grad:
-        return ops.Attention.apply(q, k, v, plan, softmax_scale, softcap, return_lse)
+        return ops.differentiable(q, k, v, (plan, softmax_scale, softcap, return_lse))
     out, lse = plan(q, k, v, softmax_scale, softcap)
     return (out, lse) if return_lse else out  # type: ignore[return-value]
 
@@ -226,10 +226,10 @@ def _unprepared(
         _recent[recent] = ((guard.check, plan), *(pair for pair in _recent.get(recent, ()) if pair[1] is not plan))[
             :_MAX_RECENT
         ]
-    args = (q, k, v, plan, plan.scale if softmax_scale is None else softmax_scale, 0.0 if softcap is None else float(softcap))
+    scale, cap = plan.scale if softmax_scale is None else softmax_scale, 0.0 if softcap is None else float(softcap)
     if needs_grad:
-        return ops.Attention.apply(*args, return_lse)
-    out, lse = plan(*args[:3], *args[4:])
+        return ops.differentiable(q, k, v, (plan, scale, cap, return_lse))
+    out, lse = plan(q, k, v, scale, cap)
     return (out, lse) if return_lse else out
 
 

@@ -20,37 +20,34 @@ _plans: dict[Any, ForwardPlan] = {}
 
 
 class Attention(torch.autograd.Function):
-    """Eager autograd: ``apply(q, k, v, plan, softmax_scale, softcap, return_lse)``."""
+    """Eager autograd: ``differentiable(q, k, v, (plan, softmax_scale, softcap, return_lse))``."""
 
     @staticmethod
     def forward(
-        ctx: Any,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        plan: ForwardPlan,
-        scale: float,
-        softcap: float,
-        return_lse: bool,
+        ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: tuple[ForwardPlan, float, float, bool]
     ) -> Any:
+        plan, scale, softcap, return_lse = call
         out, lse = plan(q, k, v, scale, softcap)
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.set_materialize_grads(False)
-        ctx.call = plan, scale, softcap
+        ctx.call = call
         return (out, lse) if return_lse else out
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None = None) -> Any:
         q, k, v, out, lse = ctx.saved_tensors
-        plan, scale, softcap = ctx.call
+        plan, scale, softcap, _ = ctx.call
         if dout is None and dlse is None:
-            return (None,) * 7
+            return None, None, None, None
         if dout is None:
             dout = torch.zeros_like(out)
         needs = ctx.needs_input_grad[:3]
-        grads = backward(plan.problem, plan.backend, q, k, v, out, lse, dout, dlse, needs, scale, softcap)
-        return (*grads, None, None, None, None)
+        return (*backward(plan.problem, plan.backend, q, k, v, out, lse, dout, dlse, needs, scale, softcap), None)
+
+
+# Function.apply first unwraps arguments of torch.func transforms, which never come this way: its base goes straight on.
+differentiable = super(torch.autograd.Function, Attention).apply
 
 
 @torch.library.custom_op("peakattn::attention_fwd", mutates_args=())

@@ -44,8 +44,8 @@ def new_lse(q: torch.Tensor) -> torch.Tensor:
 class ForwardPlan:
     """One forward problem, ready to be called.
 
-    ``addresses``, where there is one, launches without a lse on the addresses of q, k, v and an ``empty_like(q)``: the
-    shortest road that a call can take.
+    ``addresses``, where there is one, launches on the addresses of q, k, v, out and lse; ``simple`` says that this plan
+    needs no more than that, an ``empty_like(q)`` and no lse: the shortest road that a call can take.
     """
 
     __slots__ = (
@@ -60,6 +60,7 @@ class ForwardPlan:
         "needs_grad",
         "problem",
         "scale",
+        "simple",
     )
 
     def __init__(
@@ -88,14 +89,16 @@ class ForwardPlan:
         self.choice: dispatch.Choice | None = None
         self._launch: Callable[..., None] = _no_keys
         self.addresses: Callable[[Any], None] | None = None
+        self.simple = False
         if problem.empty or problem.seqlen_k == 0:
             return
         self.choice = choice = dispatch.choose(problem, Device.of(q.device), backend, config)
         tensors = (q, k, v, new_out(q, problem.head_dim_v), new_lse(q) if problem.return_lse else None)
         with _current(self._device):
             self._launch = _prepared(choice.kernel, problem, choice.config, tensors)
-        if self._like and not problem.return_lse and not self._guard:
+        if not self._guard:
             self.addresses = getattr(self._launch, "addresses", None)
+            self.simple = self.addresses is not None and self._like and not problem.return_lse
 
     def __call__(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softmax_scale: float, softcap: float
@@ -107,7 +110,10 @@ class ForwardPlan:
             lse = torch.empty_like(self._lse_like, memory_format=torch.contiguous_format)
         elif self.problem.return_lse:
             lse = new_lse(q)
-        if self._guard:
+        if self.addresses is not None:
+            lse_address = 0 if lse is None else lse.data_ptr()
+            self.addresses((q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), lse_address, softmax_scale, softcap))
+        elif self._guard:
             with _current(self._device):
                 self._launch(q, k, v, out, lse, softmax_scale, softcap)
         else:

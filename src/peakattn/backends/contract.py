@@ -98,6 +98,7 @@ class Artifacts:
     shared_bytes: int  # dynamic and static shared memory of one block
     num_threads: int
     opcodes: dict[str, int] = field(default_factory=dict)  # SASS counts: HGMMA, HMMA, UTMALDG, LDGSTS, STL, LDL, MUFU, ...
+    loops: list[dict[str, int]] = field(default_factory=list)  # the same for each innermost loop with products
     ptx: str | None = None
     sass: str | None = None
 
@@ -105,6 +106,11 @@ class Artifacts:
     def spill_instructions(self) -> int:
         """Loads and stores of local memory in the machine code."""
         return self.opcodes.get("STL", 0) + self.opcodes.get("LDL", 0)
+
+    @property
+    def loop_spills(self) -> int:
+        """The same in the loop over tiles that has most of them: what a spill costs again and again."""
+        return max((loop.get("STL", 0) + loop.get("LDL", 0) for loop in self.loops), default=0)
 
 
 class Toolchain(Protocol):

@@ -1,18 +1,24 @@
-"""Reading machine code: registers and frame from a cubin, opcode counts from a disassembly. No NVIDIA tool needed."""
+"""Reading machine code: registers and frame from a cubin's ELF sections, opcode counts from its disassembly."""
 
 from __future__ import annotations
 
 import re
 import struct
+import subprocess
+import tempfile
 from collections import Counter
 from dataclasses import dataclass
+from pathlib import Path
 
 # Attribute codes of the .nv.info sections (EIFMT_SVAL records: format 4, code, 16-bit length, payload).
 _REGISTERS = 0x2F
 _FRAME = 0x11
-_OPCODE = re.compile(
-    r"^\s*(?:/\*[0-9a-f]+\*/)?\s*(?:[-0-9:A-Z]+\s+)?(?:@!?U?P[0-9T]+\s+)?([A-Z][A-Z0-9]+)[.\w]*(?=[\s;])", re.MULTILINE
-)
+# The products: mma.sync, wgmma, tcgen05.
+TENSOR_CORE_OPCODES = ("HMMA", "HGMMA", "UTCHMMA")
+
+# One instruction of a listing: its address, perhaps a predicate, its opcode and the rest.
+_INSTRUCTION = re.compile(r"^\s+/\*([0-9a-f]{4,})\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9]*)([^;]*);", re.MULTILINE)
+_TARGET = re.compile(r"0x([0-9a-f]+)")
 
 
 @dataclass(frozen=True)
@@ -40,9 +46,41 @@ def facts(cubin: bytes, name: str) -> Facts:
     return Facts(registers[name], frames.get(name, 0))
 
 
+def disassemble(cubin: bytes, cuobjdump: str | Path) -> str:
+    """The SASS listing of a cubin, by a ``cuobjdump`` program such as the one that Triton carries."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "kernel.cubin"
+        file.write_bytes(cubin)
+        done = subprocess.run([str(cuobjdump), "-sass", str(file)], capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise RuntimeError(f"{cuobjdump} cannot read the cubin: {done.stderr.strip()}")
+    return done.stdout
+
+
 def count_opcodes(sass: str) -> dict[str, int]:
-    """How often each opcode head (HGMMA, UTMALDG, STL, ...) stands in a disassembly."""
-    return dict(Counter(_OPCODE.findall(sass)))
+    """How often each opcode head (HGMMA, UTMALDG, STL, ...) stands in a cuobjdump listing."""
+    return dict(Counter(m[2] for m in _INSTRUCTION.finditer(sass)))
+
+
+def tensor_loops(sass: str) -> list[dict[str, int]]:
+    """Opcode counts of each innermost loop with tensor-core instructions: what a tile costs, and whether it spills.
+
+    A loop is what a backward branch spans in a cuobjdump listing, unless the kernel ends in between: retries of a
+    barrier wait stand behind the last instruction and jump back from there.
+    """
+    loops = []
+    for function in sass.split("Function :"):
+        code = [(int(m[1], 16), m[2], m[3]) for m in _INSTRUCTION.finditer(function)]
+        spans = [(int(m[1], 16), at) for at, opcode, rest in code if opcode == "BRA" and (m := _TARGET.search(rest))]
+        spans = [(start, end) for start, end in spans if start < end]
+        bodies = {span: Counter(opcode for at, opcode, _ in code if span[0] <= at <= span[1]) for span in spans}
+        hot = [s for s in spans if "EXIT" not in bodies[s] and any(opcode in bodies[s] for opcode in TENSOR_CORE_OPCODES)]
+        loops += [
+            dict(bodies[span])
+            for span in hot
+            if not any(other != span and span[0] <= other[0] and other[1] <= span[1] for other in hot)
+        ]
+    return loops
 
 
 def _sections(elf: bytes) -> list[tuple[str, bytes]]:

@@ -13,6 +13,7 @@ import os
 import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -174,12 +175,15 @@ def run(launches: Sequence[KernelLaunch]) -> None:
 
 def artifacts(kernel: str, problem: AttentionProblem, config: Any, arch: int) -> list[Artifacts]:
     """What the compiler makes of a kernel's device functions for ``sm_<arch>``; works with no GPU."""
+    import triton
+
     module = load(kernel)
     made = []
     for launch in module.launches(problem, config, *_meta_tensors(problem), 1.0, 0.5 if problem.softcap else 0.0):
         compiled = compile_launch(launch, arch)
         facts = cubin.facts(compiled.asm["cubin"], compiled.metadata.name)
-        sass = compiled.asm["sass"]
+        # Triton's own asm["sass"] stops at the first line it cannot parse, and misses half of a warp-specialised kernel.
+        sass = cubin.disassemble(compiled.asm["cubin"], Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump")
         made.append(
             Artifacts(
                 name=compiled.metadata.name,
@@ -189,6 +193,7 @@ def artifacts(kernel: str, problem: AttentionProblem, config: Any, arch: int) ->
                 shared_bytes=compiled.metadata.shared,
                 num_threads=32 * compiled.metadata.num_warps,  # warp-specialised partitions included
                 opcodes=cubin.count_opcodes(sass),
+                loops=cubin.tensor_loops(sass),
                 ptx=compiled.asm["ptx"],
                 sass=sass,
             )
