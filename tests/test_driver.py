@@ -109,6 +109,25 @@ def test_a_failed_launch_says_what_the_driver_said(monkeypatch: pytest.MonkeyPat
         launch([0x1000])
 
 
+def test_a_thread_without_a_context_gets_the_devices_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """autograd's thread makes no CUDA runtime call when all of its memory comes from the allocator's cache."""
+    fake, launch = _launcher(monkeypatch, (driver.Pointer(0),), [8], status=201)
+    made: list[str] = []
+
+    def make_current(*args: Any) -> int:
+        made.append("current")
+        fake.status = 0
+        return 0
+
+    monkeypatch.setattr(fake, "cuDeviceGet", lambda *args: 0, raising=False)
+    monkeypatch.setattr(fake, "cuDevicePrimaryCtxRetain", lambda *args: 0, raising=False)
+    monkeypatch.setattr(fake, "cuCtxSetCurrent", make_current, raising=False)
+    launch([0x1000])
+    launch([0x1000])
+    assert made == ["current"]
+    assert len(fake.launches) == 3
+
+
 def test_chain_launches_in_order() -> None:
     seen: list[tuple[str, int]] = []
     launches = [lambda args, n=name: seen.append((n, args[0])) for name in "ab"]

@@ -6,7 +6,7 @@ One JSON file per GPU, ``tuned/<device slug>.json``::
         {"kernel": "triton.fwd", "key": {"direction": "fwd", "head_dim": 128, ...}, "config": {...}, "evidence": {...}}]}
 
 ``key`` holds fields of ``AttentionProblem.key()``; a field left out matches anything.  Sequence lengths are buckets
-and match the nearest one, so that every length finds the winner of a neighbour.  ``evidence`` says what it beat,
+and match the nearest one within a factor of four.  ``evidence`` says what it beat,
 where, when and with which compiler; an entry without it is not shipped.
 """
 
@@ -24,6 +24,7 @@ from peakattn.problem import AttentionProblem
 
 SCHEMA = 1
 _LENGTHS = ("seqlen_q", "seqlen_k")
+_MAX_OCTAVES = 2
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,8 @@ class Entry:
         """How far a problem's key is from this entry: None when it does not match, else octaves of length."""
         if any(key[name] != value for name, value in self.key.items() if name not in _LENGTHS):
             return None
-        return sum(abs(math.log2(max(key[n], 1) / max(self.key[n], 1))) for n in _LENGTHS if n in self.key)
+        octaves = [abs(math.log2(max(key[n], 1) / max(self.key[n], 1))) for n in _LENGTHS if n in self.key]
+        return None if any(o > _MAX_OCTAVES for o in octaves) else sum(octaves)
 
 
 @functools.cache

@@ -34,6 +34,7 @@ class _LaunchConfig(ctypes.Structure):  # CUlaunchConfig
 
 
 _MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+_INVALID_CONTEXT = 201  # CUDA_ERROR_INVALID_CONTEXT
 _RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
 _TMA_DTYPES = {torch.float16: 6, torch.float32: 7, torch.bfloat16: 9}  # CUtensorMapDataType
 _TMA_BYTES = 128
@@ -59,6 +60,7 @@ def _error(name: str, status: int) -> RuntimeError:
 
 def load_function(cubin: bytes, name: str, shared_bytes: int) -> ctypes.c_void_p:
     """A kernel of ``cubin`` on the current device, allowed ``shared_bytes`` of dynamic shared memory."""
+    _make_context_current(torch.cuda.current_device())
     module, function = ctypes.c_void_p(), ctypes.c_void_p()
     # Loading may allocate; relaxed capture mode lets the first call under CUDA graph capture load its kernel.
     mode = ctypes.c_int(_RELAXED)
@@ -71,6 +73,17 @@ def load_function(cubin: bytes, name: str, shared_bytes: int) -> ctypes.c_void_p
     finally:
         _call("cuThreadExchangeStreamCaptureMode", ctypes.byref(mode))
     return function
+
+
+def _make_context_current(device: int) -> None:
+    """Gives this thread the device's primary context, as the first call of the CUDA runtime would.
+
+    A thread whose tensors all came from the allocator's cache, such as autograd's, has made no such call yet.
+    """
+    handle, context = ctypes.c_int(), ctypes.c_void_p()
+    _call("cuDeviceGet", ctypes.byref(handle), device)
+    _call("cuDevicePrimaryCtxRetain", ctypes.byref(context), handle)
+    _call("cuCtxSetCurrent", context)
 
 
 @dataclass(frozen=True)
@@ -205,6 +218,9 @@ def launcher(kernel: Kernel, device: int) -> Callable[[Sequence[Any]], None]:
             fill_maps(slot, mapped)
         slot.config.stream = current_stream(device)
         status = cu_launch(slot.config_ref, function, slot.params, None)
+        if status == _INVALID_CONTEXT:
+            _make_context_current(device)
+            status = cu_launch(slot.config_ref, function, slot.params, None)
         free.append(slot)
         if status:
             raise _error("cuLaunchKernelEx", status)
