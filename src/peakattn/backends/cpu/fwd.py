@@ -12,8 +12,10 @@ Memory is O(seqlen) on both.  Limited by torch's matrix products; no configs are
 
 from __future__ import annotations
 
+import functools
+import itertools
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch
 
@@ -33,7 +35,7 @@ from peakattn.backends.cpu.tile_ops import (
 from peakattn.device import Device
 from peakattn.problem import AttentionProblem
 
-__all__ = ["Config", "default_config", "launch", "reject", "search_space"]
+__all__ = ["Config", "default_config", "launch", "prepare", "reject", "search_space"]
 
 
 def reject(problem: AttentionProblem, device: Device) -> str | None:
@@ -52,6 +54,45 @@ def search_space(problem: AttentionProblem, device: Device) -> Iterable[Config]:
             yield Config(block_m, block_n)
 
 
+def prepare(
+    problem: AttentionProblem,
+    config: Config,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor | None,
+) -> Callable[..., None]:
+    """``launch`` for tensors like these. Where one call of torch's kernel does it all, nothing else is left in between."""
+    calls = list(itertools.islice(torch_calls(problem, config.block_m), 2)) if _fits_torch(problem, softcap=0.0) else []
+    dense = all(heads_first(x).data_ptr() == x.data_ptr() for x in (q, k, v))
+    whole = len(calls) == 1 and calls[0].bias is None and calls[0].heads.step == 1 and problem.seqlen_k <= calls[0].keys.stop
+    if not (dense and whole):
+        return functools.partial(launch, problem, config)
+    is_causal = calls[0].is_causal
+
+    def once(
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor | None,
+        scale: float,
+        softcap: float,
+    ) -> None:
+        out_i, lse_i = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default(
+            q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), 0.0, is_causal, scale=scale
+        )
+        if not all_finite((out_i, lse_i) if is_causal else (lse_i,)):
+            _launch_tiled(problem, config, q, k, v, out, lse, scale, softcap)
+            return
+        out.copy_(out_i.transpose(1, 2))
+        if lse is not None:
+            lse.copy_(lse_i)
+
+    return once
+
+
 def launch(
     problem: AttentionProblem,
     config: Config,
@@ -63,9 +104,12 @@ def launch(
     softmax_scale: float,
     softcap: float,
 ) -> None:
-    fits = problem.head_dim == problem.head_dim_v and not softcap
-    if not (fits and _launch_torch(problem, config, q, k, v, out, lse, softmax_scale)):
+    if not (_fits_torch(problem, softcap) and _launch_torch(problem, config, q, k, v, out, lse, softmax_scale)):
         _launch_tiled(problem, config, q, k, v, out, lse, softmax_scale, softcap)
+
+
+def _fits_torch(problem: AttentionProblem, softcap: float) -> bool:
+    return problem.head_dim == problem.head_dim_v and not (problem.softcap or softcap)
 
 
 def _launch_torch(
@@ -82,7 +126,7 @@ def _launch_torch(
     q, k, v = (heads_first(x) for x in (q, k, v))
     _clear_rows_without_keys(problem, out, lse)
     for call in torch_calls(problem, config.block_m):
-        out_i, lse_i = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        out_i, lse_i = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default(
             q[:, call.heads, call.rows],
             k[:, :, call.keys],
             v[:, :, call.keys],
