@@ -52,7 +52,7 @@ bench: venv
 	$(BIN)/peakattn bench
 
 docs: venv
-	$(BIN)/python -m peakattn_lab.docs
+	$(BIN)/peakattn docs
 
 clean:
 	rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache

@@ -8,7 +8,7 @@ run of the GPU tests.
 
 A marker whose records do not exist yet says so in the document.
 
-    peakattn docs             rewrite them; ``python -m peakattn_lab.docs`` is the same
+    peakattn docs             rewrite them
     peakattn docs --check     exit 1 and say what differs
 """
 
@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import hashlib
 import re
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -144,9 +143,3 @@ def _stamp(found: Sequence[compare.Cell]) -> str:
     rows = sorted(row.model_dump_json() for cell in found for row in cell.rows.values())
     made_from = [*rows, Path(plots.__file__).read_text(encoding="utf-8")]
     return "peakattn records " + hashlib.sha256("\n".join(made_from).encode()).hexdigest()[:24]
-
-
-if __name__ == "__main__":
-    from peakattn_lab.cli import app
-
-    app(["docs", *sys.argv[1:]])
