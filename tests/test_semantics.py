@@ -75,7 +75,7 @@ MASKED = [
 def test_a_masked_position_never_influences_a_row(target: Target, options: dict[str, Any], poisoned: str, value: float) -> None:
     """PT#101967: 0 * NaN is NaN, so a masked V must be selected away. Keys 20 and 39 are hidden from most rows."""
     case = Case("masked", "", 40, 40, 4, 2, 32)
-    q, k, v = case.inputs(torch.float32, target.device)
+    q, k, v = case.inputs(target.dtype, target.device)
     clean = target.attention(q, k, v, return_lse=True, **options)
     problem = AttentionProblem.of(q, k, v, **options)
     for name, x in (("k", k), ("v", v)):
@@ -85,7 +85,7 @@ def test_a_masked_position_never_influences_a_row(target: Target, options: dict[
     ranges = [problem.key_range(i) for i in range(40)]
     blind = [i for i, (first, last) in enumerate(ranges) if not any(first <= j < last for j in (20, 39))]
     assert len(blind) >= 20
-    torch.testing.assert_close(out[:, blind], clean[0][:, blind])
+    torch.testing.assert_close(out[:, blind], clean[0][:, blind], **target.rounding)
     torch.testing.assert_close(lse[:, :, blind], clean[1][:, :, blind])
     # And where they are seen, they show.
     seeing = [i for i in range(40) if i not in blind]
@@ -96,15 +96,15 @@ def test_a_masked_position_never_influences_a_row(target: Target, options: dict[
 def test_a_cache_tail_that_nobody_sees_may_hold_anything(target: Target) -> None:
     """Top-left with more keys than queries: the tail of a cache is uninitialised memory."""
     case = BY_NAME["longer_k_top_left"]
-    q, k, v = case.inputs(torch.float32, target.device)
+    q, k, v = case.inputs(target.dtype, target.device)
     clean = target.attention(q, k, v, **case.options)
     k[:, case.seqlen_q :], v[:, case.seqlen_q :] = math.nan, math.inf
-    torch.testing.assert_close(target.attention(q, k, v, **case.options), clean)
+    torch.testing.assert_close(target.attention(q, k, v, **case.options), clean, **target.rounding)
 
 
 def test_visible_nan_is_not_hidden(target: Target) -> None:
     """A row whose every score is NaN is not a row without keys."""
-    q, k, v = BY_NAME["full"].inputs(torch.float32, target.device)
+    q, k, v = BY_NAME["full"].inputs(target.dtype, target.device)
     out, lse = target.attention(q, k * math.nan, v, return_lse=True)
     assert out.isnan().all()
     assert lse.isnan().all()
@@ -149,14 +149,14 @@ def test_two_runs_are_bitwise_equal(target: Target, name: str, dtype: torch.dtyp
 @pytest.mark.parametrize("layout", ["bshd", "bhsd"])
 def test_out_has_the_memory_order_of_q(target: Target, layout: str, head_dim_v: int) -> None:
     """PT#176915, PT#138581: a caller who transposes gets back what it can view, without a copy."""
-    q, k, v = Case("order", "", 10, 12, 3, 3, 64, head_dim_v, batch=2, layout=layout).inputs(torch.float32, target.device)
+    q, k, v = Case("order", "", 10, 12, 3, 3, 64, head_dim_v, batch=2, layout=layout).inputs(target.dtype, target.device)
     out = target.attention(q, k, v)
     assert (out if layout == "bshd" else out.transpose(1, 2)).is_contiguous()
 
 
 def test_lse_is_the_natural_logarithm(target: Target) -> None:
     """PT#181645: one backend's base 2 is off by ln 2."""
-    q, k, v = BY_NAME["full"].inputs(torch.float32, target.device)
+    q, k, v = BY_NAME["full"].inputs(target.dtype, target.device)
     _, lse = target.attention(q, k, v, return_lse=True)
     scores = torch.einsum("bihd,bjhd->bhij", q.double(), k.double()) / 8
     torch.testing.assert_close(lse.double(), scores.logsumexp(-1), rtol=1e-5, atol=1e-5)
@@ -164,7 +164,7 @@ def test_lse_is_the_natural_logarithm(target: Target) -> None:
 
 def test_halves_of_the_keys_merge_through_lse(target: Target) -> None:
     """attention-gym#200: what ring attention and split caches do; a half without visible keys has weight 0."""
-    q, k, v = BY_NAME["causal"].inputs(torch.float32, target.device)
+    q, k, v = BY_NAME["causal"].inputs(target.dtype, target.device)
     whole, whole_lse = target.attention(q, k, v, causal=True, alignment="top_left", return_lse=True)
     left, left_lse = target.attention(q, k[:, :50], v[:, :50], causal=True, alignment="top_left", return_lse=True)
     # Key 50 is position 0 of the second half: row i sees it when i >= 50.
@@ -176,15 +176,15 @@ def test_halves_of_the_keys_merge_through_lse(target: Target) -> None:
     lse = torch.logaddexp(left_lse, right_lse)
     weights = [(x - lse).exp().transpose(1, 2).unsqueeze(-1) for x in (left_lse, right_lse)]
     torch.testing.assert_close(lse, whole_lse)
-    torch.testing.assert_close(weights[0] * left + weights[1] * right, whole)
+    torch.testing.assert_close((weights[0] * left + weights[1] * right).to(whole.dtype), whole, **target.rounding)
 
 
 @pytest.mark.parametrize(("seqlen_q", "seqlen_k"), [(40, 40), (40, 25), (25, 40)])
 def test_top_left_is_what_torch_calls_causal(target: Target, seqlen_q: int, seqlen_k: int) -> None:
-    q, k, v = Case("sdpa", "", seqlen_q, seqlen_k).inputs(torch.float32, target.device)
+    q, k, v = Case("sdpa", "", seqlen_q, seqlen_k).inputs(target.dtype, target.device)
     want = F.scaled_dot_product_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), is_causal=True)
     out = target.attention(q, k, v, causal=True, alignment="top_left")
-    torch.testing.assert_close(out.transpose(1, 2), want, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(out.transpose(1, 2), want, **(target.rounding or {"rtol": 1e-4, "atol": 1e-5}))
 
 
 @pytest.mark.parametrize(
@@ -200,7 +200,7 @@ def test_top_left_is_what_torch_calls_causal(target: Target, seqlen_q: int, seql
 )
 def test_two_spellings_of_one_mask(target: Target, one: dict[str, Any], other: dict[str, Any]) -> None:
     """TransformerEngine#3528: all zeros came out of (-1, -1); norms are compared, not only NaN."""
-    q, k, v = BY_NAME["odd_causal"].inputs(torch.float32, target.device)
+    q, k, v = BY_NAME["odd_causal"].inputs(target.dtype, target.device)
     first, second = target.attention(q, k, v, **one), target.attention(q, k, v, **other)
     assert first.norm() > 1
     assert torch.equal(first, second)
@@ -210,12 +210,12 @@ def test_two_spellings_of_one_mask(target: Target, one: dict[str, Any], other: d
 def test_more_than_65535_batch_entries_or_heads(target: Target, shape: tuple[int, int, int, int]) -> None:
     """PT#142228, PT#146704, xformers#845: the y and z sizes of a launch grid end at 65,535."""
     generator = torch.Generator().manual_seed(0)
-    q, k, v = (torch.randn(shape, generator=generator).to(target.device) for _ in range(3))
+    q, k, v = (torch.randn(shape, generator=generator).to(target.device, target.dtype) for _ in range(3))
     out, lse = target.attention(q, k, v, causal=True, return_lse=True)
     assert not out.isnan().any()
     ends = [x[-2:, :, -2:] for x in (q, k, v)]
     want, want_lse = reference.attention(*ends, causal=True)
-    torch.testing.assert_close(out[-2:, :, -2:].double(), want, rtol=1e-3, atol=1e-4)
+    torch.testing.assert_close(out[-2:, :, -2:].double(), want, **(target.rounding or {"rtol": 1e-3, "atol": 1e-4}))
     torch.testing.assert_close(lse[-2:, -2:].double(), want_lse.double(), rtol=1e-3, atol=1e-4)
 
 
