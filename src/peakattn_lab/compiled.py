@@ -100,8 +100,8 @@ def compile_one(kernel_id: str, problem: AttentionProblem, device: Device) -> Co
 
 
 def table(found: Sequence[Compiled]) -> tuple[list[str], list[list[str]]]:
-    """(header, rows): one row for each device function; spills count loads and stores of local memory."""
-    header = ["kernel", "function", "head_dim", "config", "registers", "threads", "smem KiB", "spills"]
+    """(header, rows): one row for each device function; spills are loads and stores of local memory, in all and a tile."""
+    header = ["kernel", "function", "head_dim", "config", "registers", "threads", "smem KiB", "spills (a tile)"]
     header += ["tensor core", "copies", "exp2 etc. (MUFU)"]
     body = []
     for one in found:
@@ -115,7 +115,7 @@ def table(found: Sequence[Compiled]) -> tuple[list[str], list[list[str]]]:
                     str(a.registers),
                     str(a.num_threads),
                     f"{a.shared_bytes / 1024:.1f}",
-                    str(a.spill_instructions),
+                    f"{a.spill_instructions} ({a.loop_spills})",
                     _counts(a.opcodes, _TENSOR_CORE),
                     _counts(a.opcodes, _COPIES),
                     str(a.opcodes.get("MUFU", 0)),

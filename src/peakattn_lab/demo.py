@@ -246,5 +246,7 @@ def show_compiled(say: Say, show_table: ShowTable) -> Check:
     if failed or not made:
         return Check(name, False, failed[0] if failed else "no kernel takes the problem")
     registers, shared = max(a.registers for a in made), max(a.shared_bytes for a in made)
-    spills = sum(a.spill_instructions for a in made)
-    return Check(name, True, f"{len(made)} functions, at most {registers} registers, {shared} bytes shared, {spills} spills")
+    spills = sum(a.loop_spills for a in made)
+    return Check(
+        name, True, f"{len(made)} functions, at most {registers} registers, {shared} bytes shared, {spills} spills a tile"
+    )
