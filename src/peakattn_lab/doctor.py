@@ -15,7 +15,7 @@ import pydantic
 Status = Literal["ok", "missing", "failed"]
 
 # What the laboratory is built on, and the extra that brings it.
-_LAB = ("typer", "rich", "pydantic", "matplotlib", "jinja2", "platformdirs", "pyelftools", "nvidia-ml-py")
+_LAB = ("typer", "rich", "pydantic", "matplotlib", "platformdirs", "nvidia-ml-py")
 
 
 class Finding(pydantic.BaseModel):
