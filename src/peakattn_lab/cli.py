@@ -206,6 +206,120 @@ def compiled(
 
 
 @app.command()
+def compare(
+    a: Annotated[Path, typer.Argument(help="Records file (JSON lines) of before.")],
+    b: Annotated[Path, typer.Argument(help="Records file of after.")],
+    relative_to: Annotated[
+        str, typer.Option(help="auto: a rival of both runs, so that drift cancels; time: absolute times; or a rival's name.")
+    ] = "auto",
+    tolerance: Annotated[float, typer.Option(help="A ratio whose interval lies this close to 1 is SAME.")] = 0.01,
+    fail_on: Annotated[str, typer.Option(help="Comma-separated verdicts that give exit code 1, or none.")] = "SLOWER",
+) -> None:
+    """Is B faster than A, case by case? Exit code 1 when peakattn is SLOWER, wrong or gone in B."""
+    from peakattn_lab import records, regress
+
+    with _sentences():
+        for path in (a, b):
+            if not path.is_file():
+                raise ValueError(f"there is no file {path}; give two record files that peakattn bench wrote.")
+        result = regress.compare_runs(records.read(a), records.read(b), relative_to=relative_to, tolerance=tolerance)
+        code = result.exit_code(_listed(fail_on))
+    _show_table("B against A; above 1 B is faster", *result.table(), left=3)
+    for note in result.notes():
+        _say(note)
+    raise typer.Exit(code)
+
+
+@app.command()
+def roofline(
+    files: Annotated[list[Path] | None, typer.Argument(help="Record files (JSON lines); without any, predictions.")] = None,
+    set_names: Annotated[
+        list[str] | None, typer.Option("--set", help="Problem sets to predict; prefill and backward if none.")
+    ] = None,
+    device: Annotated[str | None, typer.Option(help="A GPU such as h200; that of the records if there are any.")] = None,
+    mode: Annotated[str, typer.Option(help="kernel or eager: which records.")] = "kernel",
+    plot: Annotated[Path | None, typer.Option(help="Also draw it into this PNG.")] = None,
+) -> None:
+    """What a GPU allows attention at most, and how near the records come. Exit code 1 when a record is above a roof."""
+    from peakattn.device import Device
+    from peakattn_lab import problems, records
+    from peakattn_lab import roofline as roofs
+
+    with _sentences():
+        gpu = Device.named(device) if device else None
+        if files:
+            for path in files:
+                if not path.is_file():
+                    raise ValueError(f"there is no file {path}; give record files that peakattn bench wrote.")
+            found = roofs.of_records([row for path in files for row in records.read(path)], gpu, mode)
+        else:
+            sets = [problems.named(name) for name in set_names or ("prefill", "backward")]
+            found = roofs.of_problems([p for one in sets for p in one.problems], gpu or Device.named("h200"))
+        if plot is not None:
+            roofs.draw(found, plot)
+    _show_table(f"roofs of {found.device.name}, useful TFLOP/s", *found.table(), left=2 if found.measured else 1)
+    for note in found.notes():
+        _say(note)
+    if plot is not None:
+        _say(f"picture in {plot}")
+    raise typer.Exit(found.exit_code())
+
+
+@app.command()
+def inspect(
+    kernel: Annotated[str | None, typer.Argument(help="A kernel id, such as triton.fwd.")] = None,
+    arch: Annotated[str | None, typer.Option(help="Such as sm_90; of this machine's GPU, or Hopper's.")] = None,
+    head_dim: Annotated[int, typer.Option(help="Size of a head of q and k.")] = 128,
+    head_dim_v: Annotated[int | None, typer.Option(help="Size of a head of v; as of q and k unless given.")] = None,
+    seqlen: Annotated[int, typer.Option(help="Tokens.")] = 4096,
+    batch: Annotated[int, typer.Option(help="Batch size.")] = 4,
+    heads: Annotated[int, typer.Option(help="Heads.")] = 16,
+    dtype: Annotated[str, typer.Option(help="float16, bfloat16 or float32.")] = "bfloat16",
+    causal: Annotated[bool, typer.Option(help="Causal mask.")] = False,
+    config: Annotated[str | None, typer.Option(help='Knobs other than the default ones, as JSON: {"block_m": 64}.')] = None,
+    against: Annotated[str | None, typer.Option(help="What to compare with: knobs as JSON, or another kernel id.")] = None,
+    loop: Annotated[int | None, typer.Option(help="Print the machine code of this hot loop.")] = None,
+    cubin: Annotated[Path | None, typer.Option(help="A cubin file to read instead of a kernel.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="The findings as JSON.")] = False,
+) -> None:
+    """What one kernel compiles to, with no GPU: occupancy, hot loops, wasted products, differences between two configs."""
+    from peakattn_lab import compiled, inspection
+
+    notes: list[str] = []
+    with _sentences():
+        if cubin is not None and kernel is None:
+            kernels = inspection.read_cubin(cubin)
+            tables, loops = inspection.cubin_tables(kernels), [one for k in kernels for one in k.loops]
+        elif kernel is not None and cubin is None:
+            problem = inspection.make_problem(
+                kernel,
+                head_dim=head_dim,
+                head_dim_v=head_dim_v,
+                seqlen=seqlen,
+                batch=batch,
+                heads=heads,
+                dtype=dtype,
+                causal=causal,
+            )
+            number = compiled.default_arch() if arch is None else compiled.arch_number(arch)
+            found = inspection.inspect(kernel, problem, number, config)
+            if as_json:
+                return _say_json(inspection.to_dict(found))
+            tables, notes, loops = inspection.tables(found), inspection.notes(found), inspection.all_loops(found)
+            if against is not None:
+                tables, notes = [inspection.difference_table(found, inspection.counterpart(found, against))], []
+        else:
+            raise ValueError("inspect takes a kernel id or --cubin FILE, one of the two.")
+        if loop is not None:
+            return _say(inspection.loop_listing(loops, loop))
+    for title, header, rows in tables:
+        _show_table(title, header, rows, left=2)
+    for note in notes:
+        _say(note)
+    return None
+
+
+@app.command()
 def selftest(
     marker: Annotated[str, typer.Option(help="pytest marker expression of the tests to run.")] = "gpu",
     out: Annotated[Path | None, typer.Option(help="Record file (JSON lines) to append to.")] = None,

@@ -16,8 +16,8 @@ _FRAME = 0x11
 # The products: mma.sync, wgmma, tcgen05.
 TENSOR_CORE_OPCODES = ("HMMA", "HGMMA", "UTCHMMA")
 
-# One instruction of a listing: its address, perhaps a predicate, its opcode and the rest.
-_INSTRUCTION = re.compile(r"^\s+/\*([0-9a-f]{4,})\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9]*)([^;]*);", re.MULTILINE)
+# One instruction of a listing: its address, perhaps a predicate, its opcode and operands.
+_INSTRUCTION = re.compile(r"^\s+/\*([0-9a-f]{4,})\*/\s+((?:@!?U?P\w+\s+)?)([A-Z][^;]*?)\s*;", re.MULTILINE)
 _TARGET = re.compile(r"0x([0-9a-f]+)")
 
 
@@ -59,28 +59,56 @@ def disassemble(cubin: bytes, cuobjdump: str | Path) -> str:
 
 def count_opcodes(sass: str) -> dict[str, int]:
     """How often each opcode head (HGMMA, UTMALDG, STL, ...) stands in a cuobjdump listing."""
-    return dict(Counter(m[2] for m in _INSTRUCTION.finditer(sass)))
+    return dict(Counter(i.head for i in instructions(sass)))
 
 
-def tensor_loops(sass: str) -> list[dict[str, int]]:
-    """Opcode counts of each innermost loop with tensor-core instructions: what a tile costs, and whether it spills.
+@dataclass(frozen=True)
+class Instruction:
+    """One line of a listing: ``opcode`` with all its suffixes, ``text`` with predicate and operands."""
+
+    address: int
+    opcode: str
+    text: str
+
+    @property
+    def head(self) -> str:
+        """The opcode without suffixes."""
+        return re.split(r"[^A-Z0-9]", self.opcode, maxsplit=1)[0]
+
+
+def instructions(listing: str) -> list[Instruction]:
+    """The instructions of a cuobjdump listing, in order."""
+    return [Instruction(int(m[1], 16), m[3].split(maxsplit=1)[0], m[2] + m[3]) for m in _INSTRUCTION.finditer(listing)]
+
+
+def hot_loops(sass: str) -> list[tuple[Instruction, ...]]:
+    """The innermost loops with tensor-core instructions, each pass over which is one tile.
 
     A loop is what a backward branch spans in a cuobjdump listing, unless the kernel ends in between: retries of a
     barrier wait stand behind the last instruction and jump back from there.
     """
     loops = []
     for function in sass.split("Function :"):
-        code = [(int(m[1], 16), m[2], m[3]) for m in _INSTRUCTION.finditer(function)]
-        spans = [(int(m[1], 16), at) for at, opcode, rest in code if opcode == "BRA" and (m := _TARGET.search(rest))]
-        spans = [(start, end) for start, end in spans if start < end]
-        bodies = {span: Counter(opcode for at, opcode, _ in code if span[0] <= at <= span[1]) for span in spans}
-        hot = [s for s in spans if "EXIT" not in bodies[s] and any(opcode in bodies[s] for opcode in TENSOR_CORE_OPCODES)]
+        code = instructions(function)
+        spans = {
+            (int(target[1], 16), i.address)
+            for i in code
+            if i.head == "BRA" and (target := _TARGET.search(i.text)) and int(target[1], 16) < i.address
+        }
+        bodies = {span: tuple(i for i in code if span[0] <= i.address <= span[1]) for span in sorted(spans)}
+        heads = {span: {i.head for i in body} for span, body in bodies.items()}
+        hot = [span for span in bodies if "EXIT" not in heads[span] and heads[span] & set(TENSOR_CORE_OPCODES)]
         loops += [
-            dict(bodies[span])
+            bodies[span]
             for span in hot
             if not any(other != span and span[0] <= other[0] and other[1] <= span[1] for other in hot)
         ]
     return loops
+
+
+def tensor_loops(sass: str) -> list[dict[str, int]]:
+    """Opcode counts of each hot loop: what a tile costs, and whether it spills."""
+    return [dict(Counter(i.head for i in body)) for body in hot_loops(sass)]
 
 
 def _sections(elf: bytes) -> list[tuple[str, bytes]]:
