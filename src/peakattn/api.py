@@ -123,14 +123,18 @@ def attention(
     except TypeError:  # an unhashable option, such as a config given as a dict
         pass
     if plan is None:
-        return _unprepared(q, k, v, causal, window_size, softmax_scale, softcap, alignment, return_lse, backend, config)
+        return _unprepared(
+            options, q, k, v, causal, window_size, softmax_scale, softcap, alignment, return_lse, backend, config
+        )
     q_address, k_address, v_address = q.data_ptr(), k.data_ptr(), v.data_ptr()
     if (
         (plan.problem.aligned and (q_address | k_address | v_address) & 15)
         or not (softmax_scale is None or (type(softmax_scale) is float and 0 < softmax_scale < math.inf))
         or not (softcap is None or (type(softcap) is float and 0 < softcap < math.inf))
     ):
-        return _unprepared(q, k, v, causal, window_size, softmax_scale, softcap, alignment, return_lse, backend, config)
+        return _unprepared(
+            options, q, k, v, causal, window_size, softmax_scale, softcap, alignment, return_lse, backend, config
+        )
     if softmax_scale is None:
         softmax_scale = plan.scale
     if softcap is None:
@@ -179,6 +183,7 @@ def _positive_scale(q: torch.Tensor, softmax_scale: float) -> tuple[torch.Tensor
 
 
 def _unprepared(
+    options: tuple[Any, ...],
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
@@ -191,7 +196,10 @@ def _unprepared(
     backend: str | None,
     config: Any,
 ) -> Any:
-    """A call that no recent plan fits: everything is checked, and the plan is found or made."""
+    """A call that no recent plan fits: everything is checked, and the plan is found or made.
+
+    ``options`` is what ``_recent`` files the plan under.
+    """
     if (
         type(q) not in _PLAIN
         or type(k) not in _PLAIN
@@ -202,12 +210,18 @@ def _unprepared(
         or torch._C._is_any_autocast_enabled()
     ):
         return _traceable(q, k, v, causal, window_size, softmax_scale, softcap, alignment, return_lse, backend, config)
-    options: dict[str, Any] = {"causal": causal, "window_size": window_size, "softcap": softcap, "alignment": alignment}
     given = q
     if softmax_scale is not None:
         q, softmax_scale = _positive_scale(q, softmax_scale)
     needs_grad = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
-    problem = AttentionProblem.of(q, k, v, **options, return_lse=return_lse or needs_grad)
+    problem = AttentionProblem.of(
+        *(q, k, v),
+        causal=causal,
+        window_size=window_size,
+        softcap=softcap,
+        alignment=alignment,
+        return_lse=return_lse or needs_grad,
+    )
     strides = (q.stride(), k.stride(), v.stride())
     try:
         key: Any = (problem, *strides, q.device, backend, config, needs_grad)
@@ -219,13 +233,10 @@ def _unprepared(
         if key is not None:
             remember(_plans, key, plan)
     if key is not None and _TensorGuards is not None and q is given:
-        # The same tuple as in attention(): the options under which these plans may be called.
-        recent = (causal, window_size, alignment, softcap is None, return_lse, backend, config, torch.is_grad_enabled())
-        sizes, strides_ = [list(x.shape) for x in (q, k, v)], [list(s) for s in strides]
-        guard = _TensorGuards(q, k, v, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides_)
-        _recent[recent] = ((guard.check, plan), *(pair for pair in _recent.get(recent, ()) if pair[1] is not plan))[
-            :_MAX_RECENT
-        ]
+        sizes = [list(x.shape) for x in (q, k, v)]
+        guard = _TensorGuards(q, k, v, dynamic_dims_sizes=sizes, dynamic_dims_strides=[list(s) for s in strides])
+        others = (pair for pair in _recent.get(options, ()) if pair[1] is not plan)
+        _recent[options] = ((guard.check, plan), *others)[:_MAX_RECENT]
     scale, cap = plan.scale if softmax_scale is None else softmax_scale, 0.0 if softcap is None else float(softcap)
     if needs_grad:
         return ops.differentiable(q, k, v, (plan, scale, cap, return_lse))

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from peakattn.plan import ForwardPlan, backward, new_lse, new_out, remember
-from peakattn.problem import AttentionProblem, check_options, check_tensors
+from peakattn.problem import AttentionProblem, check_tensors
 
 _plans: dict[Any, ForwardPlan] = {}
 
@@ -257,7 +257,6 @@ def _plan(
     key = (shapes, window_size, alignment, softcap is None, return_lse, backend, config, aligned)
     plan = _plans.get(key)
     if plan is None:
-        check_options(False, window_size, None, softcap, alignment)
         problem = AttentionProblem.of(
             q, k, v, window_size=window_size, softcap=softcap, alignment=alignment, return_lse=return_lse
         )

@@ -49,8 +49,6 @@ class ForwardPlan:
     """
 
     __slots__ = (
-        "_device",
-        "_guard",
         "_launch",
         "_like",
         "_lse_like",
@@ -80,12 +78,12 @@ class ForwardPlan:
         self._like = problem.head_dim_v == problem.head_dim
         # One element that looks like an lse: empty_like of it costs a third of empty with a shape.
         self._lse_like = (
-            new_lse(q[:1, :1, :1]).expand(problem.batch, problem.num_heads_q, problem.seqlen_q)
-            if (problem.return_lse and not problem.empty)
+            torch.empty((1, 1, 1), dtype=torch.float32, device=q.device).expand(
+                problem.batch, problem.num_heads_q, problem.seqlen_q
+            )
+            if problem.return_lse
             else None
         )
-        self._device = q.device
-        self._guard = _needs_guard(q.device)
         self.choice: dispatch.Choice | None = None
         self._launch: Callable[..., None] = _no_keys
         self.addresses: Callable[[Any], None] | None = None
@@ -94,11 +92,9 @@ class ForwardPlan:
             return
         self.choice = choice = dispatch.choose(problem, Device.of(q.device), backend, config)
         tensors = (q, k, v, new_out(q, problem.head_dim_v), new_lse(q) if problem.return_lse else None)
-        with _current(self._device):
-            self._launch = _prepared(choice.kernel, problem, choice.config, tensors)
-        if not self._guard:
-            self.addresses = getattr(self._launch, "addresses", None)
-            self.simple = self.addresses is not None and self._like and not problem.return_lse
+        self._launch = _prepared(choice.kernel, problem, choice.config, tensors, q.device)
+        self.addresses = getattr(self._launch, "addresses", None)
+        self.simple = self.addresses is not None and self._like and not problem.return_lse
 
     def __call__(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softmax_scale: float, softcap: float
@@ -108,14 +104,9 @@ class ForwardPlan:
         lse = None
         if self._lse_like is not None:
             lse = torch.empty_like(self._lse_like, memory_format=torch.contiguous_format)
-        elif self.problem.return_lse:
-            lse = new_lse(q)
         if self.addresses is not None:
             lse_address = 0 if lse is None else lse.data_ptr()
             self.addresses((q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), lse_address, softmax_scale, softcap))
-        elif self._guard:
-            with _current(self._device):
-                self._launch(q, k, v, out, lse, softmax_scale, softcap)
         else:
             self._launch(q, k, v, out, lse, softmax_scale, softcap)
         return out, lse
@@ -124,24 +115,17 @@ class ForwardPlan:
 class BackwardPlan:
     """One backward problem, ready to be called."""
 
-    __slots__ = ("_device", "_guard", "_launch", "choice", "problem")
+    __slots__ = ("_launch", "choice", "problem")
 
     def __init__(
         self, problem: AttentionProblem, tensors: tuple[torch.Tensor | None, ...], device: torch.device, backend: str | None
     ) -> None:
         self.problem = problem
-        self._device = device
-        self._guard = _needs_guard(device)
         self.choice = dispatch.choose(problem, Device.of(device), dispatch.backward_backend(backend))
-        with _current(device):
-            self._launch = _prepared(self.choice.kernel, problem, self.choice.config, tensors)
+        self._launch = _prepared(self.choice.kernel, problem, self.choice.config, tensors, device)
 
     def __call__(self, *args: Any) -> None:
-        if self._guard:
-            with _current(self._device):
-                self._launch(*args)
-        else:
-            self._launch(*args)
+        self._launch(*args)
 
 
 def backward(
@@ -186,13 +170,23 @@ def remember(plans: dict[Any, Any], key: Any, plan: Any) -> Any:
 
 
 def _prepared(
-    kernel: ModuleType, problem: AttentionProblem, config: Any, tensors: tuple[torch.Tensor | None, ...]
+    kernel: ModuleType, problem: AttentionProblem, config: Any, tensors: tuple[torch.Tensor | None, ...], device: torch.device
 ) -> Callable[..., None]:
+    """The kernel's launch for tensors like these, on their device even when another one is current."""
+    launch: Callable[..., None] = functools.partial(kernel.launch, problem, config)
     prepare = getattr(kernel, "prepare", None)
     if prepare is not None:
-        # A kernel tells arguments apart by identity, and attention(x, x, x) must not teach it that q, k and v are one.
-        return prepare(problem, config, *(None if t is None else t.detach() for t in tensors))
-    return functools.partial(kernel.launch, problem, config)
+        with _current(device):
+            # A kernel tells arguments apart by identity, and attention(x, x, x) must not teach it that q, k and v are one.
+            launch = prepare(problem, config, *(None if t is None else t.detach() for t in tensors))
+    if device.type != "cuda" or torch.cuda.device_count() == 1:
+        return launch
+
+    def guarded(*args: Any) -> None:
+        with _current(device):
+            launch(*args)
+
+    return guarded
 
 
 def _no_keys(
@@ -201,11 +195,6 @@ def _no_keys(
     out.zero_()
     if lse is not None:
         lse.fill_(-math.inf)
-
-
-def _needs_guard(device: torch.device) -> bool:
-    """Whether another device could be current at the call."""
-    return device.type == "cuda" and torch.cuda.device_count() > 1
 
 
 def _current(device: torch.device) -> contextlib.AbstractContextManager[Any]:

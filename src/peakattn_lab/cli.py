@@ -216,13 +216,10 @@ def compare(
     fail_on: Annotated[str, typer.Option(help="Comma-separated verdicts that give exit code 1, or none.")] = "SLOWER",
 ) -> None:
     """Is B faster than A, case by case? Exit code 1 when peakattn is SLOWER, wrong or gone in B."""
-    from peakattn_lab import records, regress
+    from peakattn_lab import regress
 
     with _sentences():
-        for path in (a, b):
-            if not path.is_file():
-                raise ValueError(f"there is no file {path}; give two record files that peakattn bench wrote.")
-        result = regress.compare_runs(records.read(a), records.read(b), relative_to=relative_to, tolerance=tolerance)
+        result = regress.compare_runs(_records_of(a), _records_of(b), relative_to=relative_to, tolerance=tolerance)
         code = result.exit_code(_listed(fail_on))
     _show_table("B against A; above 1 B is faster", *result.table(), left=3)
     for note in result.notes():
@@ -242,16 +239,13 @@ def roofline(
 ) -> None:
     """What a GPU allows attention at most, and how near the records come. Exit code 1 when a record is above a roof."""
     from peakattn.device import Device
-    from peakattn_lab import problems, records
+    from peakattn_lab import problems
     from peakattn_lab import roofline as roofs
 
     with _sentences():
         gpu = Device.named(device) if device else None
         if files:
-            for path in files:
-                if not path.is_file():
-                    raise ValueError(f"there is no file {path}; give record files that peakattn bench wrote.")
-            found = roofs.of_records([row for path in files for row in records.read(path)], gpu, mode)
+            found = roofs.of_records([row for path in files for row in _records_of(path)], gpu, mode)
         else:
             sets = [problems.named(name) for name in set_names or ("prefill", "backward")]
             found = roofs.of_problems([p for one in sets for p in one.problems], gpu or Device.named("h200"))
@@ -443,6 +437,14 @@ def _list_bench() -> None:
     facts = _torch_device("")[1]
     rows = [[r.name, r.title, r.unavailable(facts) or "ready"] for r in baselines.RIVALS.values()]
     _show_table("rivals", ["name", "what", "here"], rows, left=3)
+
+
+def _records_of(path: Path) -> list[records.Record]:
+    from peakattn_lab import records
+
+    if not path.is_file():
+        raise ValueError(f"there is no file {path}; give a record file that peakattn bench wrote.")
+    return records.read(path)
 
 
 def _listed(text: str) -> list[str]:

@@ -59,7 +59,6 @@ _KINDS = {
 }
 _KIND_OF = {opcode: kind for kind, opcodes in _KINDS.items() for opcode in opcodes.split()}
 
-# One instruction of a cuobjdump listing: address, perhaps a predicate, and the rest, which begins with the opcode.
 # mma.sync has m, n and k in digits without a separator; m is always 16, n always 8.
 _WARP_PRODUCT = re.compile(r"HMMA\.168(\d+)\.")
 _WARPGROUP_PRODUCT = re.compile(r"HGMMA\.(\d+)x(\d+)x(\d+)\.")

@@ -20,7 +20,7 @@ Conventions shared by all kernels:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
@@ -28,9 +28,6 @@ import torch
 
 from peakattn.device import Device
 from peakattn.problem import AttentionProblem
-
-# q, k, v, out, lse, softmax_scale, softcap
-ForwardLaunch = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, "torch.Tensor | None", float, float], None]
 
 
 @runtime_checkable

@@ -80,15 +80,13 @@ def prepare(
         scale: float,
         softcap: float,
     ) -> None:
-        out_i, lse_i = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default(
-            q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), 0.0, is_causal, scale=scale
-        )
-        if not all_finite((out_i, lse_i) if is_causal else (lse_i,)):
+        fused = _fused(problem, q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), is_causal, None, scale)
+        if fused is None:
             _launch_tiled(problem, config, q, k, v, out, lse, scale, softcap)
             return
-        out.copy_(out_i.transpose(1, 2))
+        out.copy_(fused[0].transpose(1, 2))
         if lse is not None:
-            lse.copy_(lse_i)
+            lse.copy_(fused[1])
 
     return once
 
@@ -112,6 +110,22 @@ def _fits_torch(problem: AttentionProblem, softcap: float) -> bool:
     return problem.head_dim == problem.head_dim_v and not (problem.softcap or softcap)
 
 
+def _fused(
+    problem: AttentionProblem,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    is_causal: bool,
+    bias: torch.Tensor | None,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """Out and lse of torch's kernel, heads first, or None when a number is not finite that a mask or a NaN may have spoilt."""
+    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default(
+        q, k, v, 0.0, is_causal, attn_mask=bias, scale=scale
+    )
+    return (out, lse) if all_finite((lse,) if problem.mask_name == "full" else (out, lse)) else None
+
+
 def _launch_torch(
     problem: AttentionProblem,
     config: Config,
@@ -126,20 +140,13 @@ def _launch_torch(
     q, k, v = (heads_first(x) for x in (q, k, v))
     _clear_rows_without_keys(problem, out, lse)
     for call in torch_calls(problem, config.block_m):
-        out_i, lse_i = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default(
-            q[:, call.heads, call.rows],
-            k[:, :, call.keys],
-            v[:, :, call.keys],
-            0.0,
-            call.is_causal,
-            attn_mask=call.bias,
-            scale=softmax_scale,
-        )
-        if not all_finite((lse_i,) if problem.mask_name == "full" else (out_i, lse_i)):
+        q_i, k_i, v_i = q[:, call.heads, call.rows], k[:, :, call.keys], v[:, :, call.keys]
+        fused = _fused(problem, q_i, k_i, v_i, call.is_causal, call.bias, softmax_scale)
+        if fused is None:
             return False
-        out[:, call.rows, call.heads] = out_i.transpose(1, 2)
+        out[:, call.rows, call.heads] = fused[0].transpose(1, 2)
         if lse is not None:
-            lse[:, call.heads, call.rows] = lse_i
+            lse[:, call.heads, call.rows] = fused[1]
     return True
 
 
