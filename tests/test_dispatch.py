@@ -4,30 +4,44 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from typing import Any
 
 import pytest
 import torch
 
 from peakattn import Device, NoKernelError, dispatch, tuned
 from peakattn.api import describe
-from peakattn.backends import KERNELS, load
+from peakattn.backends import KERNELS, load, toolchain
 from peakattn.problem import AttentionProblem
 
 H200 = Device.named("h200")
 CAUSAL = AttentionProblem(4, 4096, 4096, 16, 16, 128, 128, torch.bfloat16, window_right=0)
 needs_triton = pytest.mark.skipif(dispatch.unavailable("triton") is not None, reason=str(dispatch.unavailable("triton")))
+needs_cute = pytest.mark.skipif(dispatch.unavailable("cute") is not None, reason=str(dispatch.unavailable("cute")))
 
 
-def _entry(kernel: str = "triton.fwd", config: dict[str, object] | None = None, **key: object) -> tuned.Entry:
-    return tuned.Entry(kernel, key, config or {"block_m": 64, "block_n": 64}, {"date": "today"})
+def _entry(kernel: str = "triton.fwd", tflops: float = 500.0, **key: object) -> tuned.Entry:
+    return tuned.Entry(kernel, key, {"block_m": 64, "block_n": 64}, {"date": "today", "tflops": tflops})
 
 
 @needs_triton
-@pytest.mark.parametrize(("device", "kernel"), [("h200", "triton.fwd_sm90"), ("a100", "triton.fwd"), ("b200", "triton.fwd")])
+@needs_cute
+@pytest.mark.parametrize(
+    ("device", "kernel"),
+    [("h200", "cute.fwd_sm90"), ("a100", "triton.fwd"), ("rtx5090", "triton.fwd"), ("b200", "triton.fwd")],
+)
 def test_each_architecture_gets_its_kernel(device: str, kernel: str) -> None:
     choice = dispatch.choose(CAUSAL, Device.named(device))
     assert choice.kernel_id == kernel
     assert str(choice).startswith(f"{kernel} with {choice.config_source} config (block_m=")
+
+
+@needs_triton
+def test_without_the_cute_extra_the_next_kernel_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(toolchain("cute"), "unavailable", lambda: "the package nvidia-cutlass-dsl is not installed")
+    choice = dispatch.choose(CAUSAL, H200)
+    assert choice.kernel_id == "triton.fwd_sm90"
+    assert choice.refusals["cute.fwd_sm90"].endswith('install it with: pip install "peakattn[cute]"')
 
 
 @needs_triton
@@ -63,20 +77,31 @@ def test_an_old_gpu_is_told_what_to_do() -> None:
 @needs_triton
 def test_a_given_config_comes_before_a_tuned_one() -> None:
     config = {"block_m": 128, "block_n": 64}
-    choice = dispatch.choose(CAUSAL, H200, config=config)
-    assert (choice.config_source, choice.config.block_n) == ("given", 64)
+    choice = dispatch.choose(CAUSAL, H200, "triton", config)
+    assert (choice.kernel_id, choice.config_source, choice.config.block_n) == ("triton.fwd_sm90", "given", 64)
     with pytest.raises(TypeError, match=r"does not fit triton\.fwd_sm90 .*its knobs are block_m, block_n"):
-        dispatch.choose(CAUSAL, H200, config={"tile": 3})
+        dispatch.choose(CAUSAL, H200, "triton", {"tile": 3})
     with pytest.raises(TypeError, match=r"config is a builtins\.int; triton\.fwd_sm90 takes"):
-        dispatch.choose(CAUSAL, H200, config=3)
+        dispatch.choose(CAUSAL, H200, "triton", 3)
 
 
 @needs_triton
-def test_a_tuned_entry_names_the_kernel_and_the_config(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tuned, "entries", lambda slug: (_entry(head_dim=128, seqlen_q=4096, seqlen_k=4096),))
-    tuned.lookup.cache_clear()
-    choice = dispatch.choose(CAUSAL, H200)
+def test_tuned_entries_order_the_kernels_that_they_compare_and_give_the_config(monkeypatch: pytest.MonkeyPatch) -> None:
+    def order(*entries: tuned.Entry) -> list[str]:
+        monkeypatch.setattr(tuned, "entries", lambda slug: entries)
+        tuned.lookup.cache_clear()
+        return dispatch.candidates(CAUSAL, H200)
+
+    lengths: dict[str, Any] = {"seqlen_q": 4096, "seqlen_k": 4096}
+    plain = _entry(head_dim=128, **lengths)
+    preferred = ["cute.fwd_sm90", "triton.fwd_sm90", "triton.fwd", "cute.fwd_sm80"]
+    assert order(plain) == preferred, "nothing says that it is faster than those before it"
+    assert order(plain, _entry("triton.fwd_sm90", 400.0, head_dim=128, seqlen_q=2048, seqlen_k=2048)) == preferred
+    assert order(plain, _entry("cute.fwd_sm90", 400.0, head_dim=128, **lengths))[0] == "triton.fwd"
+    assert order(plain, _entry("triton.fwd_sm90", 400.0, head_dim=128, **lengths))[1] == "triton.fwd"
+    choice = dispatch.choose(CAUSAL, H200, backend="triton")
     assert (choice.kernel_id, choice.config_source, choice.config.block_m) == ("triton.fwd", "tuned", 64)
+    order(plain)
     assert dispatch.choose(CAUSAL, H200, backend="triton.fwd_sm90").config_source == "default"
     tuned.lookup.cache_clear()
 
@@ -121,6 +146,5 @@ def test_every_shipped_entry_is_a_legal_config_of_a_kernel_that_takes_its_class(
         )
         assert kernel.reject(problem, H200) is None
         assert kernel.Config(**entry.config)
-        choice = dispatch.choose(problem, H200)
-        assert (choice.kernel_id, choice.config_source) == (entry.kernel, "tuned")
+        assert dispatch.choose(problem, H200, entry.kernel).config_source == "tuned"
         assert {"date", "record", "tflops", "compiler", "kernel_hash"} <= set(entry.evidence)

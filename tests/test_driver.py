@@ -128,6 +128,46 @@ def test_a_thread_without_a_context_gets_the_devices_own(monkeypatch: pytest.Mon
     assert len(fake.launches) == 3
 
 
+def test_launches_that_may_overlap_never_share_a_counter(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = FakeCuda([8, 8])
+    stream, capturing, slabs = [7000], [False], [0x10000]
+
+    def allocate(address: Any, size: Any) -> int:
+        address._obj.value = slabs[0]
+        slabs[0] += size.value
+        return 0
+
+    for name in ("cuDeviceGet", "cuDevicePrimaryCtxRetain", "cuCtxSetCurrent", "cuThreadExchangeStreamCaptureMode"):
+        monkeypatch.setattr(fake, name, lambda *args: 0, raising=False)
+    for name in ("cuStreamCreate", "cuMemsetD32Async", "cuStreamSynchronize", "cuStreamDestroy_v2"):
+        monkeypatch.setattr(fake, name, lambda *args: 0, raising=False)
+    monkeypatch.setattr(fake, "cuMemAlloc_v2", allocate, raising=False)
+    monkeypatch.setattr(driver, "_cuda", lambda: fake)
+    monkeypatch.setattr(driver, "_raw_stream", lambda: lambda device: stream[0])
+    monkeypatch.setattr(driver._Counters, "_COUNT", 2)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing[0])
+    counters = driver._Counters(0)
+    monkeypatch.setattr(driver, "_counters", lambda device: counters)
+    kernel = driver.Kernel(ctypes.c_void_p(1), (1, 1, 1), 32, 0, (driver.Counter(), driver.Pointer(0)))
+    launches = [driver.launcher(kernel, 0), driver.launcher(kernel, 0)]
+
+    def counter(launch: Any) -> int:
+        launch([0x1000])
+        values = fake.launches[-1][3]
+        assert values[1] == struct.pack("Q", 0x1000)
+        return struct.unpack("Q", values[0])[0]
+
+    first = [counter(launches[0]), counter(launches[1])]
+    assert first[0] == first[1]  # one stream runs one after the other
+    stream[0] = 7001
+    other = counter(launches[0])
+    capturing[0] = True
+    captured = [counter(launches[0]) for _ in range(3)]
+    capturing[0] = False
+    assert counter(launches[0]) == other
+    assert len({first[0], other, *captured}) == 5
+
+
 def test_chain_launches_in_order() -> None:
     seen: list[tuple[str, int]] = []
     launches = [lambda args, n=name: seen.append((n, args[0])) for name in "ab"]

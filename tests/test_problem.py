@@ -41,6 +41,7 @@ def test_the_mask_rule(
     ).reshape(seqlen_q, seqlen_k)
     assert torch.equal(problem.mask(torch.arange(seqlen_q), torch.arange(seqlen_k)), want)
     assert problem.visible_pairs == int(want.sum())
+    assert seqlen_q == 0 or problem.visible_keys == int(want.any(0).sum())
     for i in range(seqlen_q):
         seen = want[i].nonzero().flatten().tolist()
         assert problem.key_range(i) == ((seen[0], seen[-1] + 1) if seen else (0, 0))
@@ -86,6 +87,16 @@ def test_bytes_count_each_tensor_once() -> None:
     assert dataclasses.replace(FULL, return_lse=True).bytes == 4 * (q + k + v + out + lse)
     backward = FULL.backward(needs_dq=True, needs_dk=True, needs_dv=True, aligned=True)
     assert backward.bytes == 4 * (2 * q + 2 * k + 2 * v + 2 * out + lse)
+
+
+def test_bytes_leave_out_keys_that_no_query_sees() -> None:
+    """A window over a long cache, or the first rows of a top-left mask, read a part of K and V and write all of dK and dV."""
+    window = dataclasses.replace(FULL, seqlen_q=2, seqlen_k=100, window_left=7, window_right=0)
+    q, k, v, out = 2 * 2 * 4 * 8, 2 * 100 * 2 * 8, 2 * 100 * 2 * 16, 2 * 2 * 4 * 16
+    assert window.bytes == 4 * (q + (k + v) * 9 // 100 + out)
+    assert dataclasses.replace(window, window_left=None, alignment="top_left").bytes == 4 * (q + (k + v) * 2 // 100 + out)
+    backward = window.backward(needs_dq=True, needs_dk=True, needs_dv=True, aligned=True)
+    assert backward.bytes == 4 * (2 * q + (k + v) * 9 // 100 + k + v + 2 * out + 2 * 2 * 4)
 
 
 def test_the_key_holds_shape_classes_and_no_run_time_number() -> None:

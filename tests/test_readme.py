@@ -1,4 +1,4 @@
-"""Every command and snippet of the README and of CONTRIBUTING is run.
+"""Every command and snippet of the README, of CONTRIBUTING and of the pages on ladders is run.
 
 A block that needs a GPU, or takes long, has a comment of this form before it, and its commands are run instead::
 
@@ -23,8 +23,11 @@ from typing import Any
 
 import pytest
 
+from peakattn import store
+
 ROOT = Path(__file__).resolve().parent.parent
-DOCUMENTS = ("README.md", "CONTRIBUTING.md")
+LADDERS = [p.relative_to(ROOT).as_posix() for p in sorted((ROOT / "docs/ladders").glob("*.md"))]
+DOCUMENTS = ("README.md", "CONTRIBUTING.md", *LADDERS)
 LANGUAGES = ("python", "sh")
 
 _BLOCK = re.compile(
@@ -76,7 +79,8 @@ def test_commands_run(block: Block, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("document", DOCUMENTS)
-def test_snippets_run_one_after_another(document: str) -> None:
+def test_snippets_run_one_after_another(document: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(store, "_unsaved", {})  # what a snippet tunes is for this test alone
     names: dict[str, Any] = {}
     for block in blocks(document):
         if block.language == "python":
@@ -103,4 +107,4 @@ def test_commands_that_are_run_in_another_form_exist() -> None:
 @pytest.mark.parametrize("document", [*DOCUMENTS, "DESIGN.md", "CHANGELOG.md"])
 def test_links_lead_somewhere(document: str) -> None:
     for target in re.findall(r"\]\((?!https?:)([^)#]+)", (ROOT / document).read_text(encoding="utf-8")):
-        assert (ROOT / target).exists(), f"{document} links to {target}"
+        assert (ROOT / document).parent.joinpath(target).exists(), f"{document} links to {target}"

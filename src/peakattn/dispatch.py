@@ -1,7 +1,9 @@
 """Which kernel, and which config: choose() -> Choice, or NoKernelError with every refusal.
 
-The order of kernels: the one that a tuned entry of this GPU names for the shape class, then ``preference``.
-The order of configs: given by the caller, then tuned (this GPU, nearest length bucket), then the kernel's own default.
+The order of configs: given by the caller, then the user's store (this GPU, this shape class), then tuned (this GPU,
+nearest length bucket), then the kernel's own default.
+The order of kernels: the one that the store names for the shape class, then ``preference``, where kernels with a tuned
+entry for the same shape class change places by the speed it tells.
 Nothing here times, compiles, prints or falls back silently.
 """
 
@@ -12,7 +14,7 @@ from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any
 
-from peakattn import tuned
+from peakattn import store, tuned
 from peakattn.backends import BACKENDS, EXTRAS, KERNELS, load, toolchain
 from peakattn.device import Device
 from peakattn.problem import AttentionProblem
@@ -29,7 +31,7 @@ class Choice:
     kernel_id: str
     kernel: ModuleType
     config: Any
-    config_source: str  # "given", "tuned" or "default"
+    config_source: str  # "given", "stored", "tuned" or "default"
     refusals: dict[str, str] = field(default_factory=dict)
 
     def __str__(self) -> str:
@@ -38,32 +40,33 @@ class Choice:
 
 
 def preference(problem: AttentionProblem, device: Device) -> tuple[str, ...]:
-    """Kernel ids to try in order, for a problem without a tuned winner."""
+    """Kernel ids to try in order, as far as no measurement of the problem's shape class says otherwise."""
     if device.type == "cpu":
         return (f"cpu.{problem.direction}",)
     if problem.direction == "bwd":
         return ("triton.bwd",)
     if device.arch == 90:
-        return ("triton.fwd_sm90", "triton.fwd")
-    return ("triton.fwd",)
+        return ("cute.fwd_sm90", "triton.fwd_sm90", "triton.fwd", "cute.fwd_sm80")
+    return ("triton.fwd", "cute.fwd_sm80")
 
 
-def choose(problem: AttentionProblem, device: Device, backend: str | None = None, config: Any = None) -> Choice:
+def choose(
+    problem: AttentionProblem, device: Device, backend: str | None = None, config: Any = None, *, stored: bool = True
+) -> Choice:
     """The first kernel in order that takes the problem, with its config.
 
     ``backend`` is a backend ("triton") or a kernel id ("triton.fwd_sm90") and never falls back to another.
-    ``config`` is an instance of the kernel's Config, or a dict of its fields.
+    ``config`` is an instance of the kernel's Config, or a dict of its fields.  ``stored=False`` is the choice of a
+    machine on which nothing was ever tuned.
     """
-    entry = tuned.lookup(device, problem)
-    order = list(preference(problem, device))
-    if backend is None:
-        if entry is not None:
-            order = [entry.kernel, *(k for k in order if k != entry.kernel)]
-    else:
-        order = _named(backend, problem, order)
-        if entry is not None and entry.kernel in order:
-            order = [entry.kernel, *(k for k in order if k != entry.kernel)]
+    order = candidates(problem, device, backend)
+    allowed = order if backend is not None else [k for k in KERNELS if _direction(k) == problem.direction]
     refusals: dict[str, str] = {}
+    found = None
+    if stored and config is None:
+        found, refusals = store.lookup(device, problem, allowed)
+    if found is not None:
+        order = [found.kernel, *(k for k in order if k != found.kernel)]
     for kernel_id in order:
         reason = unavailable(kernel_id.split(".")[0])
         if reason is None:
@@ -74,12 +77,28 @@ def choose(problem: AttentionProblem, device: Device, backend: str | None = None
             continue
         if config is not None:
             return Choice(kernel_id, kernel, _given(kernel_id, kernel, config), "given", refusals)
-        found = entry if entry is not None and entry.kernel == kernel_id else tuned.lookup(device, problem, kernel_id)
-        if found is not None:
-            return Choice(kernel_id, kernel, kernel.Config(**found.config), "tuned", refusals)
+        if found is not None and found.kernel == kernel_id:
+            return Choice(kernel_id, kernel, kernel.Config(**found.config), "stored", refusals)
+        entry = tuned.lookup(device, problem, kernel_id)
+        if entry is not None:
+            return Choice(kernel_id, kernel, kernel.Config(**entry.config), "tuned", refusals)
         return Choice(kernel_id, kernel, kernel.default_config(problem, device), "default", refusals)
     lines = "\n".join(f"  {kernel_id}: {reason}" for kernel_id, reason in refusals.items())
     raise NoKernelError(f"no kernel takes this problem on {device.name}: {problem}.\n{lines}\n{_nearest(backend, device)}")
+
+
+def candidates(problem: AttentionProblem, device: Device, backend: str | None = None) -> list[str]:
+    """Kernel ids in the order in which they are tried where nothing is stored."""
+    order = list(preference(problem, device))
+    if backend is not None:
+        order = _named(backend, problem, order)
+    nearest = tuned.lookup(device, problem)
+    if nearest is None:
+        return order
+    found = {k: tuned.lookup(device, problem, k) for k in order}
+    speeds = {k: entry.evidence.get("tflops", 0.0) for k, entry in found.items() if entry and entry.key == nearest.key}
+    ranked = iter(sorted(speeds, key=lambda k: -speeds[k]))
+    return [next(ranked) if k in speeds else k for k in order]
 
 
 def unavailable(backend: str) -> str | None:

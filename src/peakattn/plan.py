@@ -24,6 +24,10 @@ _MAX_PLANS = 4096
 
 _backward_plans: dict[Any, BackwardPlan] = {}
 
+# Runs before a plan chooses, with the problem, its device, the backend asked for, and the tensors of the call, whose
+# outputs are still free to be written. autotune() puts itself here while it is active; otherwise there is nothing.
+before_choosing: Callable[[AttentionProblem, Device, str | None, tuple[torch.Tensor | None, ...]], None] | None = None
+
 
 def new_out(q: torch.Tensor, head_dim_v: int) -> torch.Tensor:
     """An uninitialised ``[batch, seqlen_q, num_heads_q, head_dim_v]`` in q's memory order."""
@@ -90,9 +94,12 @@ class ForwardPlan:
         self.simple = False
         if problem.empty or problem.seqlen_k == 0:
             return
-        self.choice = choice = dispatch.choose(problem, Device.of(q.device), backend, config)
+        device = Device.of(q.device)
         tensors = (q, k, v, new_out(q, problem.head_dim_v), new_lse(q) if problem.return_lse else None)
-        self._launch = _prepared(choice.kernel, problem, choice.config, tensors, q.device)
+        if before_choosing is not None and config is None:
+            before_choosing(problem, device, backend, tensors)
+        self.choice = choice = dispatch.choose(problem, device, backend, config)
+        self._launch = prepared(choice.kernel, problem, choice.config, tensors, q.device)
         self.addresses = getattr(self._launch, "addresses", None)
         self.simple = self.addresses is not None and self._like and not problem.return_lse
 
@@ -121,8 +128,11 @@ class BackwardPlan:
         self, problem: AttentionProblem, tensors: tuple[torch.Tensor | None, ...], device: torch.device, backend: str | None
     ) -> None:
         self.problem = problem
-        self.choice = dispatch.choose(problem, Device.of(device), dispatch.backward_backend(backend))
-        self._launch = _prepared(self.choice.kernel, problem, self.choice.config, tensors, device)
+        backend = dispatch.backward_backend(backend)
+        if before_choosing is not None:
+            before_choosing(problem, Device.of(device), backend, tensors)
+        self.choice = dispatch.choose(problem, Device.of(device), backend)
+        self._launch = prepared(self.choice.kernel, problem, self.choice.config, tensors, device)
 
     def __call__(self, *args: Any) -> None:
         self._launch(*args)
@@ -169,7 +179,7 @@ def remember(plans: dict[Any, Any], key: Any, plan: Any) -> Any:
     return plan
 
 
-def _prepared(
+def prepared(
     kernel: ModuleType, problem: AttentionProblem, config: Any, tensors: tuple[torch.Tensor | None, ...], device: torch.device
 ) -> Callable[..., None]:
     """The kernel's launch for tensors like these, on their device even when another one is current."""

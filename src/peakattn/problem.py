@@ -142,6 +142,15 @@ class AttentionProblem:
         return int((last - first).clamp_min(0).sum())
 
     @property
+    def visible_keys(self) -> int:
+        """Number of keys that at least one query sees."""
+        first = 0 if self.window_left is None else max(0, self.offset - self.window_left)
+        last = self.seqlen_k
+        if self.window_right is not None:
+            last = min(last, self.offset + self.seqlen_q + self.window_right)
+        return max(last - first, 0)
+
+    @property
     def flops(self) -> float:
         """Useful floating-point operations: two products forward; backward counts five, or fewer when gradients are skipped."""
         heads = self.batch * self.num_heads_q * self.visible_pairs
@@ -155,16 +164,16 @@ class AttentionProblem:
 
     @property
     def bytes(self) -> int:
-        """Bytes that must move at least once: inputs read, outputs written."""
-        q = self.batch * self.seqlen_q * self.num_heads_q * self.head_dim
-        k = self.batch * self.seqlen_k * self.num_heads_kv * self.head_dim
-        v = self.batch * self.seqlen_k * self.num_heads_kv * self.head_dim_v
-        out = self.batch * self.seqlen_q * self.num_heads_q * self.head_dim_v
-        lse = 4 * self.batch * self.seqlen_q * self.num_heads_q
+        """Bytes that must move at least once: inputs read, as far as they are visible, and outputs written."""
+        rows = self.batch * self.seqlen_q * self.num_heads_q
+        keys = self.batch * self.seqlen_k * self.num_heads_kv
+        q, out, lse = rows * self.head_dim, rows * self.head_dim_v, 4 * rows
+        read = self.batch * self.visible_keys * self.num_heads_kv * (self.head_dim + self.head_dim_v)
         size = self.dtype.itemsize
         if self.direction == "fwd":
-            return size * (q + k + v + out) + lse * self.return_lse
-        return size * (q + k + v + 2 * out + q * self.needs_dq + k * self.needs_dk + v * self.needs_dv) + lse
+            return size * (q + read + out) + lse * self.return_lse
+        grads = q * self.needs_dq + keys * (self.head_dim * self.needs_dk + self.head_dim_v * self.needs_dv)
+        return size * (q + read + 2 * out + grads) + lse
 
     @property
     def group(self) -> int:

@@ -12,6 +12,11 @@ KERNELS: dict[str, str] = {
     "triton.fwd": "peakattn.backends.triton.fwd",
     "triton.fwd_sm90": "peakattn.backends.triton.fwd_sm90",
     "triton.bwd": "peakattn.backends.triton.bwd",
+    "cute.fwd_sm80": "peakattn.backends.cute.fwd_sm80",
+    "cute.fwd_sm90": "peakattn.backends.cute.fwd_sm90",
+    "cutile.fwd": "peakattn.backends.cutile.fwd",
+    "cutile.bwd": "peakattn.backends.cutile.bwd",
+    "cuda.fwd_sm80": "peakattn.backends.cuda.fwd_sm80",
 }
 
 # The extra of this package that brings a backend's compiler; torch brings Triton on Linux.

@@ -1,7 +1,8 @@
-"""Reading machine code: registers and frame from a cubin's ELF sections, opcode counts from its disassembly."""
+"""Reading machine code: what kernels take, from a cubin's ELF sections, and opcode counts from its disassembly."""
 
 from __future__ import annotations
 
+import math
 import re
 import struct
 import subprocess
@@ -13,8 +14,16 @@ from pathlib import Path
 # Attribute codes of the .nv.info sections (EIFMT_SVAL records: format 4, code, 16-bit length, payload).
 _REGISTERS = 0x2F
 _FRAME = 0x11
+_MAX_THREADS = 0x05
+_REQUIRED_THREADS = 0x10
+# Shared memory that the system takes of each block from sm_90 on, counted in the section of a kernel.
+_SYSTEM_SHARED = 1024
+# The ELF flavours of compilers before and from CUDA 13; the flags word holds the architecture in another byte.
+OLD_ABI, NEW_ABI = 51, 65
+_ARCH_SHIFT = {OLD_ABI: 0, NEW_ABI: 8}
 # The products: mma.sync, wgmma, tcgen05.
 TENSOR_CORE_OPCODES = ("HMMA", "HGMMA", "UTCHMMA")
+_WARPGROUP_OPCODES = {"HGMMA", "UTCHMMA"}
 
 # One instruction of a listing: its address, perhaps a predicate, its opcode and operands.
 _INSTRUCTION = re.compile(r"^\s+/\*([0-9a-f]{4,})\*/\s+((?:@!?U?P\w+\s+)?)([A-Z][^;]*?)\s*;", re.MULTILINE)
@@ -31,6 +40,13 @@ class Facts:
 
 def facts(cubin: bytes, name: str) -> Facts:
     """The facts of kernel ``name`` in an ELF cubin; ValueError when it is not there."""
+    found = _all_facts(cubin)
+    if name not in found:
+        raise ValueError(f"the cubin has no kernel {name!r}; it has {', '.join(found) or 'none'}.")
+    return found[name]
+
+
+def _all_facts(cubin: bytes) -> dict[str, Facts]:
     names = _symbols(cubin)
     registers: dict[str, int] = {}
     frames: dict[str, int] = {}
@@ -41,9 +57,46 @@ def facts(cubin: bytes, name: str) -> Facts:
             if code in (_REGISTERS, _FRAME) and len(payload) == 8:
                 symbol, value = struct.unpack("<II", payload)
                 (registers if code == _REGISTERS else frames)[names[symbol]] = value
-    if name not in registers:
-        raise ValueError(f"the cubin has no kernel {name!r}; it has {', '.join(registers) or 'none'}.")
-    return Facts(registers[name], frames.get(name, 0))
+    return {name: Facts(count, frames.get(name, 0)) for name, count in registers.items()}
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A kernel of a cubin. Shared memory is the static part; what a launch adds stands in no file."""
+
+    name: str
+    registers: int
+    frame_bytes: int
+    static_shared_bytes: int
+    num_threads: int | None  # required or the most of a block, where the kernel says it
+
+
+def entries(cubin: bytes) -> list[Entry]:
+    """Every kernel of an ELF cubin."""
+    sections = dict(_sections(cubin))
+    shared = {name: header[5] for name, _, header in _section_table(cubin) if name.startswith(".nv.shared.")}
+    reserved = _SYSTEM_SHARED if arch(cubin) >= 90 else 0
+    made = []
+    for symbol, found in _all_facts(cubin).items():
+        if f".text.{symbol}" not in sections:
+            continue
+        threads = {c: payload for c, payload in _records(sections.get(f".nv.info.{symbol}", b"")) if len(payload) == 12}
+        limits = threads.get(_REQUIRED_THREADS) or threads.get(_MAX_THREADS)
+        size = max(shared.get(f".nv.shared.{symbol}", 0) - reserved, 0)
+        num_threads = math.prod(struct.unpack("<3I", limits)) if limits else None
+        made.append(Entry(symbol, found.registers, found.frame_bytes, size, num_threads))
+    return made
+
+
+def abi(cubin: bytes) -> int:
+    """The ELF flavour: ``OLD_ABI`` or ``NEW_ABI``. A disassembler analyses only what is of its own age."""
+    return cubin[7]
+
+
+def arch(cubin: bytes) -> int:
+    """The architecture that a cubin is for, as 90 for sm_90."""
+    (flags,) = struct.unpack_from("<I", cubin, 0x30)
+    return flags >> _ARCH_SHIFT.get(abi(cubin), 0) & 0xFF
 
 
 def disassemble(cubin: bytes, cuobjdump: str | Path) -> str:
@@ -85,7 +138,8 @@ def hot_loops(sass: str) -> list[tuple[Instruction, ...]]:
     """The innermost loops with tensor-core instructions, each pass over which is one tile.
 
     A loop is what a backward branch spans in a cuobjdump listing, unless the kernel ends in between: retries of a
-    barrier wait stand behind the last instruction and jump back from there.
+    barrier wait stand behind the last instruction and jump back from there.  Where a kernel has products of warpgroups,
+    loops with products of single warps are for rare rows, and no part of the tile that they stand in.
     """
     loops = []
     for function in sass.split("Function :"):
@@ -97,12 +151,14 @@ def hot_loops(sass: str) -> list[tuple[Instruction, ...]]:
         }
         bodies = {span: tuple(i for i in code if span[0] <= i.address <= span[1]) for span in sorted(spans)}
         heads = {span: {i.head for i in body} for span, body in bodies.items()}
-        hot = [span for span in bodies if "EXIT" not in heads[span] and heads[span] & set(TENSOR_CORE_OPCODES)]
-        loops += [
-            bodies[span]
-            for span in hot
-            if not any(other != span and span[0] <= other[0] and other[1] <= span[1] for other in hot)
-        ]
+        products = {i.head for i in code} & set(TENSOR_CORE_OPCODES)
+        wanted = products & _WARPGROUP_OPCODES or products
+        hot = [span for span in bodies if "EXIT" not in heads[span] and heads[span] & wanted]
+        for span in hot:
+            inside = [other for other in bodies if other != span and span[0] <= other[0] and other[1] <= span[1]]
+            if not any(other in hot for other in inside):
+                rare = [other for other in inside if heads[other] & products]
+                loops.append(tuple(i for i in bodies[span] if not any(a <= i.address <= b for a, b in rare)))
     return loops
 
 

@@ -6,12 +6,13 @@ little more than cuLaunchKernelEx itself.  Only standard driver entry points are
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import itertools
 import operator
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,6 +36,7 @@ class _LaunchConfig(ctypes.Structure):  # CUlaunchConfig
 
 _MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 _INVALID_CONTEXT = 201  # CUDA_ERROR_INVALID_CONTEXT
+_NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING
 _RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
 _TMA_DTYPES = {torch.float16: 6, torch.float32: 7, torch.bfloat16: 9}  # CUtensorMapDataType
 _TMA_BYTES = 128
@@ -62,17 +64,23 @@ def load_function(cubin: bytes, name: str, shared_bytes: int) -> ctypes.c_void_p
     """A kernel of ``cubin`` on the current device, allowed ``shared_bytes`` of dynamic shared memory."""
     _make_context_current(torch.cuda.current_device())
     module, function = ctypes.c_void_p(), ctypes.c_void_p()
-    # Loading may allocate; relaxed capture mode lets the first call under CUDA graph capture load its kernel.
-    mode = ctypes.c_int(_RELAXED)
-    _call("cuThreadExchangeStreamCaptureMode", ctypes.byref(mode))
-    try:
+    with _relaxed_capture():
         _call("cuModuleLoadData", ctypes.byref(module), cubin)
         _call("cuModuleGetFunction", ctypes.byref(function), module, name.encode())
         if shared_bytes > 48 * 1024:
             _call("cuFuncSetAttribute", function, _MAX_DYNAMIC_SHARED, shared_bytes)
+    return function
+
+
+@contextlib.contextmanager
+def _relaxed_capture() -> Iterator[None]:
+    """Lets this thread allocate and load while it captures a CUDA graph, as the first call of a kernel may."""
+    mode = ctypes.c_int(_RELAXED)
+    _call("cuThreadExchangeStreamCaptureMode", ctypes.byref(mode))
+    try:
+        yield
     finally:
         _call("cuThreadExchangeStreamCaptureMode", ctypes.byref(mode))
-    return function
 
 
 def _make_context_current(device: int) -> None:
@@ -135,7 +143,20 @@ class Scalar:
     slot: int
 
 
-Param = Pointer | Scalar | TensorMap | bytes  # bytes: a constant, packed
+@dataclass(frozen=True)
+class Counter:
+    """A pointer parameter: a 32-bit integer that is zero when the kernel starts, and that the kernel leaves at zero.
+
+    Launches that may run at the same time never share one: each stream has its own, and so has each captured launch.
+    """
+
+    slot: int = -1  # the driver appends its address to the arguments
+
+
+Param = Pointer | Scalar | TensorMap | Counter | bytes  # bytes: a constant, packed
+
+
+_Changing = Pointer | Scalar | Counter
 
 
 @dataclass(frozen=True)
@@ -157,10 +178,10 @@ class _Slot:
     """
 
     def __init__(self, kernel: Kernel) -> None:
-        changing = [p for p in kernel.params if isinstance(p, Pointer | Scalar)]
+        changing = [p for p in kernel.params if isinstance(p, _Changing)]
         maps = [p for p in kernel.params if isinstance(p, TensorMap)]
         constants = [p for p in kernel.params if isinstance(p, bytes)]
-        self.layout = struct.Struct("".join("Q" if isinstance(p, Pointer) else "f4x" for p in changing))
+        self.layout = struct.Struct("".join("f4x" if isinstance(p, Scalar) else "Q" for p in changing))
         maps_at = 8 * len(changing) + -8 * len(changing) % 64
         constants_at = maps_at + _TMA_BYTES * len(maps)
         self._storage = (ctypes.c_ubyte * (constants_at + 8 * len(constants) + 64))()
@@ -190,7 +211,8 @@ def launcher(kernel: Kernel, device: int) -> Callable[[Sequence[Any]], None]:
     cu_launch = _cuda().cuLaunchKernelEx
     function = kernel.function
     current_stream = _raw_stream()
-    pick_changing = _picker([p.slot for p in kernel.params if isinstance(p, Pointer | Scalar)])
+    pick_changing = _picker([p.slot for p in kernel.params if isinstance(p, _Changing)])
+    counters = _counters(device) if any(isinstance(p, Counter) for p in kernel.params) else None
     tensor_maps = [p for p in kernel.params if isinstance(p, TensorMap)]
     pick_mapped = _picker([p.slot for p in tensor_maps])
     encoded: dict[tuple[TensorMap, int], bytes] = {}
@@ -212,11 +234,14 @@ def launcher(kernel: Kernel, device: int) -> Callable[[Sequence[Any]], None]:
             slot = free.pop()
         except IndexError:
             slot = _Slot(kernel)
+        stream = current_stream(device)
+        if counters is not None:
+            args = (*args, counters.of(stream))
         slot.layout.pack_into(slot.buffer, 0, *pick_changing(args))
         mapped = pick_mapped(args)
         if mapped != slot.mapped:
             fill_maps(slot, mapped)
-        slot.config.stream = current_stream(device)
+        slot.config.stream = stream
         status = cu_launch(slot.config_ref, function, slot.params, None)
         if status == _INVALID_CONTEXT:
             _make_context_current(device)
@@ -226,6 +251,48 @@ def launcher(kernel: Kernel, device: int) -> Callable[[Sequence[Any]], None]:
             raise _error("cuLaunchKernelEx", status)
 
     return launch
+
+
+class _Counters:
+    """Zeroed integers in the memory of one device, handed out once each."""
+
+    _COUNT = 1024
+
+    def __init__(self, device: int) -> None:
+        self._device = device
+        self._of_stream: dict[int, int] = {}
+        self._free: list[int] = []
+
+    def of(self, stream: int) -> int:
+        """The address of the counter for a launch on ``stream`` of the current device."""
+        if torch.cuda.is_current_stream_capturing():
+            return self._next()  # for good: the graph may be launched while eager work uses its stream's
+        address = self._of_stream.get(stream)
+        if address is None:
+            address = self._of_stream[stream] = self._next()
+        return address
+
+    def _next(self) -> int:
+        while True:
+            with contextlib.suppress(IndexError):
+                return self._free.pop()
+            self._free += self._allocate()
+
+    def _allocate(self) -> list[int]:
+        memory, stream = ctypes.c_uint64(), ctypes.c_void_p()
+        _make_context_current(self._device)
+        with _relaxed_capture():
+            _call("cuMemAlloc_v2", ctypes.byref(memory), ctypes.c_size_t(4 * self._COUNT))
+            _call("cuStreamCreate", ctypes.byref(stream), _NON_BLOCKING)
+            _call("cuMemsetD32Async", memory, 0, ctypes.c_size_t(self._COUNT), stream)
+            _call("cuStreamSynchronize", stream)
+            _call("cuStreamDestroy_v2", stream)
+        return [memory.value + 4 * i for i in range(self._COUNT)]
+
+
+@functools.cache
+def _counters(device: int) -> _Counters:
+    return _Counters(device)
 
 
 def _picker(slots: list[int]) -> Callable[[Sequence[Any]], tuple[Any, ...]]:

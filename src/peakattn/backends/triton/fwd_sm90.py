@@ -15,8 +15,9 @@ cuts, which contain no mask code at all, and those the left edge of a window cut
 
 A masked score is replaced, never multiplied, so K may hold anything where it is masked.  P is 0 there, and
 0 * V is NaN when V holds NaN or inf: a row block whose output has a NaN is therefore computed again, key by
-key over visible keys alone, by ``_repair``.  That path is slow and taken only then; the price otherwise is one
-test for each row block, and only when the problem has a mask.
+key over visible keys alone, by ``_repair``.  So is one with scores so large (1e7 and more) that the rounding of a
+row's maximum, which weights and their sum share, leaves the range of exp2.  That path is slow and taken only then; the
+price otherwise is one test for each row block.
 
 Takes float16 and bfloat16, tensors that TMA can address, head_dim up to 256.
 """
@@ -41,6 +42,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from peakattn.backends import tiles
 from peakattn.backends.triton import toolchain
 from peakattn.backends.triton.toolchain import KernelLaunch, Tma
 from peakattn.device import Device
@@ -49,7 +51,7 @@ from peakattn.problem import AttentionProblem
 _REGISTERS = 64 * 1024  # per SM
 _PRODUCER_REGISTERS = {1: 24, 2: 24, 3: 32}  # by num_consumers: consumers get 232 to 240, 240 and 160
 _BARRIER_BYTES = 1024  # barriers and the reductions' scratch
-_L2_SECTION_BYTES = 32 << 20  # K and V of the heads whose row blocks are scheduled together
+_LARGEST = gl.constexpr(2.0**24)  # scaled scores below it are rounded by less than a factor of 2 in their weight
 
 
 @dataclass(frozen=True)
@@ -314,19 +316,21 @@ def _operand(packed, acc, DTYPE: gl.constexpr):
 
 @gluon.jit
 def _softmax(qk, m_old, qk_scale, MASKED: gl.constexpr):
-    """p = exp2(qk_scale * (qk - m)), its partial row sums, the new row maximum m and the factor for what is older.
+    """p = exp2(qk_scale * qk - m), its partial row sums, the new row maximum m (scaled) and the factor for what is older.
 
     The reductions first run over columns equal modulo 8, of which a thread holds all or none: shorter chains for the
-    maximum, and sums that lanes exchange only after the last tile.
+    maximum, and sums that lanes exchange only after the last tile.  The maximum is carried with its rounding, which so
+    is one for all tiles and cancels.
     """
     BLOCK_N: gl.constexpr = qk.shape[1]
     chains = gl.max(qk.reshape([qk.shape[0], BLOCK_N // 8, 8]), axis=1)
-    m_new = gl.maximum(m_old, gl.convert_layout(gl.max(chains, axis=1), m_old.type.layout, assert_trivial=True))
-    m_scaled = m_new * qk_scale
+    highest = gl.convert_layout(gl.max(chains, axis=1), m_old.type.layout, assert_trivial=True)
+    m_new = gl.maximum(m_old, highest * qk_scale)
+    origin = m_new
     if MASKED:
-        m_scaled = gl.where(m_new == float("-inf"), 0.0, m_scaled)  # no key seen yet: -inf - -inf would be NaN
-    p = gl.exp2(qk * qk_scale - m_scaled[:, None])
-    alpha = gl.exp2(m_old * qk_scale - m_scaled)
+        origin = gl.where(m_new == float("-inf"), 0.0, m_new)  # no key seen yet: -inf - -inf would be NaN
+    p = gl.exp2(qk * qk_scale - origin[:, None])
+    alpha = gl.exp2(m_old - origin)
     return p, gl.sum(p.reshape([qk.shape[0], BLOCK_N // 8, 8]), axis=1), m_new, alpha
 
 
@@ -409,10 +413,13 @@ def _skip(count, bufs, bars, ring, CONSUMER: gl.constexpr, PINGPONG: gl.constexp
 
 @gluon.jit
 def _repair(
-    raw, m_offset, batch, head, head_kv, sizes, left, right, scales,
+    raw, lse, m_offset, batch, head, head_kv, sizes, left, right, scales,
     ROWS: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, SOFTCAP: gl.constexpr,
 ):  # fmt: skip
-    """Rows of out key by key, four rows a warp, touching values of visible keys alone; slow, and complete in itself."""
+    """Rows of out and lse key by key, four rows a warp; slow, and complete in itself.
+
+    Touches values of visible keys alone, and subtracts the maximum before it scales, so that no score is too large.
+    """
     q, k, v, out, q_strides, k_strides, v_strides, out_strides, seqlen_q, head_dim, head_dim_v = raw
     seqlen_k = sizes[0]
     qk_scale, cap_scale = scales
@@ -453,9 +460,9 @@ def _repair(
             if right is not None:
                 visible = visible & (key <= rows_v + right)
             m_new = gl.maximum(m_i, gl.where(visible, s, float("-inf")))
-            m_scaled = gl.where(m_new == float("-inf"), 0.0, m_new * qk_scale)
-            p = gl.where(visible, gl.exp2(s * qk_scale - m_scaled), 0.0)
-            alpha = gl.exp2(m_i * qk_scale - m_scaled)
+            origin = gl.where(m_new == float("-inf"), 0.0, m_new)
+            p = gl.where(visible, gl.exp2((s - origin) * qk_scale), 0.0)
+            alpha = gl.exp2((m_i - origin) * qk_scale)
             acc = acc * alpha[:, None] + gl.where(visible[:, None], p[:, None] * v_row[None, :], 0.0)
             l_i = l_i * alpha + p
             m_i = m_new
@@ -466,6 +473,15 @@ def _repair(
             acc.to(out.dtype.element_ty),
             mask=inside_v,
         )
+        if lse is not None:
+            _store_lse(lse, batch * sizes[1] + head, rows_v, seqlen_q, m_i * qk_scale, l_i)
+
+
+@gluon.jit
+def _store_lse(lse, batch_head, rows, seqlen_q, m_i, l_i):
+    """The natural logarithm of 2**m_i * l_i."""
+    value = gl.where(l_i == 0.0, float("-inf"), m_i * 0.6931471805599453 + gl.log(l_i))
+    gl.store(lse + batch_head.to(gl.int64) * seqlen_q + rows, value, mask=rows < seqlen_q)
 
 
 @gluon.jit
@@ -579,24 +595,23 @@ def _consume(
             else:
                 ring = _skip(block_max - block_min, bufs, bars, ring, CONSUMER, PINGPONG)
 
-            broken = False
+            # A masked NaN of V shows in the output, and weights that once were infinite show in their sum.
+            probe = l_row
             if WINDOW:
-                total = gl.sum(acc, axis=1)
-                broken = gl.max(gl.where(total == total, 0, 1), axis=0) != 0
-            if broken:
-                if WINDOW:
-                    _repair(
-                        raw, m_offset, batch, head, head // group, sizes, left, right, scales, ROWS, BLOCK_D, BLOCK_DV, SOFTCAP
-                    )
+                probe = gl.convert_layout(gl.sum(acc, axis=1), ROW, assert_trivial=True)
+            size = gl.abs(m_i)
+            broken = (probe != probe) | ((size >= _LARGEST) & (size < float("inf")))
+            if gl.max(broken.to(gl.int32), axis=0) != 0:
+                _repair(
+                    raw, lse, m_offset, batch, head, head // group, sizes, left, right, scales, ROWS, BLOCK_D, BLOCK_DV, SOFTCAP
+                )
             else:
                 out_mine.reshape([ROWS, BLOCK_DV]).store(acc.to(DTYPE))
                 fence_async_shared()
                 tma.async_copy_shared_to_global(out_desc, [batch, m_offset, head, 0], out_mine)
                 tma.store_wait(0)
-            if lse is not None:
-                seqlen_q = q_desc.shape[1]
-                value = gl.where(l_row == 0.0, float("-inf"), m_i * (qk_scale * 0.6931471805599453) + gl.log(l_row))
-                gl.store(lse + (batch.to(gl.int64) * num_heads_q + head) * seqlen_q + rows, value, mask=rows < seqlen_q)
+                if lse is not None:
+                    _store_lse(lse, batch * sizes[1] + head, rows, q_desc.shape[1], m_i, l_row)
             mbarrier.arrive(q_empty.index(CONSUMER))
 
 
@@ -604,7 +619,6 @@ def _consume(
 def attention_fwd_kernel(
     q_desc, k_desc, v_desc, out_desc, q, k, v, out, lse,
     stride_qb, stride_qs, stride_qh, stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh,
-    stride_ob, stride_os, stride_oh,
     seqlen_k, num_heads_q, group, total_heads, num_m_blocks, num_tiles, heads_per_section, left, right,
     softmax_scale, softcap,
     NUM_CONSUMERS: gl.constexpr, NUM_STAGES: gl.constexpr, EVEN_K: gl.constexpr, SOFTCAP: gl.constexpr,
@@ -651,13 +665,11 @@ def attention_fwd_kernel(
     bufs = (q_smem, k_smem, v_smem)
     bars = (q_full, q_empty, k_full, k_empty, v_full, v_empty, turn)
     sizes = (seqlen_k, num_heads_q, group, total_heads, num_m_blocks, num_tiles, heads_per_section)
-    raw = (seqlen_k,)
-    if left is not None or right is not None:
-        raw = (  # type: ignore[assignment]
-            q, k, v, out, (stride_qb, stride_qs, stride_qh), (stride_kb, stride_ks, stride_kh),
-            (stride_vb, stride_vs, stride_vh), (stride_ob, stride_os, stride_oh),
-            q_desc.shape[1], q_desc.shape[3], v_desc.shape[3],
-        )  # fmt: skip
+    raw = (
+        q, k, v, out, (stride_qb, stride_qs, stride_qh), (stride_kb, stride_ks, stride_kh),
+        (stride_vb, stride_vs, stride_vh), out_desc.strides,
+        q_desc.shape[1], q_desc.shape[3], v_desc.shape[3],
+    )  # fmt: skip
     state = (descs, bufs, bars, sizes, (qk_scale, cap_scale), raw)
     # What is None or compile-time stands in the calls themselves: a variable would turn it into a run-time value.
     if NUM_CONSUMERS == 1:
@@ -709,30 +721,29 @@ def launches(
     rows = config.block_m // config.num_consumers
     layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)
     dim, dim_v = _widths(problem)
-    left, right = _edges(problem)
-    masked = left is not None or right is not None
+    left, right = tiles.edges(problem)
     num_m_blocks = -(-problem.seqlen_q // config.block_m)
     total_heads = problem.batch * problem.num_heads_q
     num_tiles = num_m_blocks * total_heads
-    names = {"q": q, "k": k, "v": v, "o": out}
+    names = {"q": q, "k": k, "v": v}
     args: dict[str, Any] = {
         "q_desc": Tma(q, (1, rows, 1, dim), layout),
         "k_desc": Tma(k, (1, config.block_n, 1, dim), layout),
         "v_desc": Tma(v, (1, config.block_n, 1, dim_v), layout),
         "out_desc": Tma(out, (1, rows, 1, dim_v), layout),
-        "q": q if masked else None,
-        "k": k if masked else None,
-        "v": v if masked else None,
-        "out": out if masked else None,
+        "q": q,
+        "k": k,
+        "v": v,
+        "out": out,
         "lse": lse,
-        **{f"stride_{n}{d}": x.stride(i) if masked else None for n, x in names.items() for i, d in enumerate("bsh")},
+        **{f"stride_{n}{d}": x.stride(i) for n, x in names.items() for i, d in enumerate("bsh")},
         "seqlen_k": problem.seqlen_k,
         "num_heads_q": problem.num_heads_q,
         "group": problem.group,
         "total_heads": total_heads,
         "num_m_blocks": num_m_blocks,
         "num_tiles": num_tiles,
-        "heads_per_section": _heads_per_section(problem, right is not None),
+        "heads_per_section": tiles.heads_per_section(problem),
         "left": left,
         "right": right,
         "softmax_scale": softmax_scale,
@@ -763,26 +774,6 @@ def launches(
 
 def _device(q: torch.Tensor) -> Device:
     return Device.of(q.device) if q.device.type == "cuda" else Device.for_arch(90)
-
-
-def _edges(problem: AttentionProblem) -> tuple[int | None, int | None]:
-    """The window counted from the query's row, as (left, right); None for a side that cuts no row."""
-    left = None if problem.window_left is None else problem.window_left - problem.offset
-    right = None if problem.window_right is None else problem.window_right + problem.offset
-    if left is not None and problem.seqlen_q - 1 - left <= 0:
-        left = None
-    if right is not None and right >= problem.seqlen_k - 1:
-        right = None
-    return left, right
-
-
-def _heads_per_section(problem: AttentionProblem, longest_first: bool) -> int:
-    """Query heads scheduled together: one head at a time, or as many as L2 holds K and V of when lengths differ."""
-    if not longest_first or problem.window_left is not None:
-        return problem.group
-    head_bytes = problem.dtype.itemsize * problem.seqlen_k * (problem.head_dim + problem.head_dim_v)
-    heads_kv = 1 << max(_L2_SECTION_BYTES // head_bytes, 1).bit_length() - 1
-    return min(heads_kv * problem.group, problem.batch * problem.num_heads_q)
 
 
 def launch(

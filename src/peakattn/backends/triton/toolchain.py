@@ -14,15 +14,16 @@ import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
 
 from peakattn.backends import cubin, driver, load
+from peakattn.backends.binding import SCALARS, Bound, meta_tensors, slots_of
 from peakattn.backends.contract import Artifacts
 from peakattn.problem import AttentionProblem
 
-_SCALARS = ("softmax_scale", "softcap")  # run-time numbers, by name, in every kernel
 _MIN_TRITON = (3, 6)
 
 _compiled: dict[Any, Any] = {}
@@ -83,6 +84,13 @@ def version() -> str:
     return f"triton {triton.__version__}"
 
 
+def cache_folder() -> Path:
+    """Where Triton keeps what it compiled."""
+    import triton
+
+    return Path(triton.knobs.cache.dir)
+
+
 def interpreting() -> bool:
     """True when kernels run on CPU tensors in Triton's interpreter."""
     return os.environ.get("TRITON_INTERPRET") == "1"
@@ -141,26 +149,10 @@ def bind(launches: Sequence[KernelLaunch], tensors: Sequence[torch.Tensor | None
     if interpreting():
         return functools.partial(_interpret, launches, tensors)
     device = next(t.device.index for t in tensors if t is not None)
-    slots = {id(t): i for i, t in enumerate(tensors) if t is not None}
-    scalars = {name: len(tensors) + i for i, name in enumerate(_SCALARS)}
+    slots, scalars = slots_of(tensors)
     arch = _arch(device)
     launchers = [driver.launcher(_kernel(launch, arch, device, slots, scalars), device) for launch in launches]
-    return Bound(driver.chain(launchers), tuple(t is not None for t in tensors))
-
-
-class Bound:
-    """A prepared launch: call it with tensors, or hand ``addresses`` what ``Tensor.data_ptr`` says of them."""
-
-    __slots__ = ("_present", "addresses")
-
-    def __init__(self, addresses: Callable[[Sequence[Any]], None], present: tuple[bool, ...]) -> None:
-        self.addresses = addresses
-        self._present = present
-
-    def __call__(self, *args: Any) -> None:
-        tensors = len(self._present)
-        pointers = [a.data_ptr() if p else 0 for a, p in zip(args, self._present, strict=False)]
-        self.addresses((*pointers, *args[tensors:]))
+    return Bound(driver.chain(launchers), tensors)
 
 
 def run(launches: Sequence[KernelLaunch]) -> None:
@@ -169,17 +161,27 @@ def run(launches: Sequence[KernelLaunch]) -> None:
         return
     values = [value for launch in launches for value in launch.args.values()]
     tensors = list({id(t): t for t in map(_tensor, values) if t is not None}.values())
-    numbers = [next((launch.args[name] for launch in launches if name in launch.args), 0.0) for name in _SCALARS]
+    numbers = [next((launch.args[name] for launch in launches if name in launch.args), 0.0) for name in SCALARS]
     bind(launches, tensors)(*tensors, *numbers)
+
+
+def launches_of(kernel: ModuleType, problem: AttentionProblem, config: Any) -> list[KernelLaunch]:
+    """The launches of a kernel's module on tensors without data: what is compiled where there is no GPU."""
+    softcap = 0.5 if problem.softcap else 0.0
+    return list(kernel.launches(problem, config, *meta_tensors(problem), 1.0, softcap))
 
 
 def artifacts(kernel: str, problem: AttentionProblem, config: Any, arch: int) -> list[Artifacts]:
     """What the compiler makes of a kernel's device functions for ``sm_<arch>``; works with no GPU."""
+    return artifacts_of(launches_of(load(kernel), problem, config), arch)
+
+
+def artifacts_of(launches: Sequence[KernelLaunch], arch: int) -> list[Artifacts]:
+    """The same of given launches, which need not be those of a kernel of the library."""
     import triton
 
-    module = load(kernel)
     made = []
-    for launch in module.launches(problem, config, *_meta_tensors(problem), 1.0, 0.5 if problem.softcap else 0.0):
+    for launch in launches:
         compiled = compile_launch(launch, arch)
         facts = cubin.facts(compiled.asm["cubin"], compiled.metadata.name)
         # Triton's own asm["sass"] stops at the first line it cannot parse, and misses half of a warp-specialised kernel.
@@ -199,29 +201,6 @@ def artifacts(kernel: str, problem: AttentionProblem, config: Any, arch: int) ->
             )
         )
     return made
-
-
-def _meta_tensors(problem: AttentionProblem) -> list[torch.Tensor | None]:
-    """Tensors without data in the order of the kernel's launch, aligned or not as the problem says."""
-    pad = 0 if problem.aligned else 1
-
-    def tensor(seqlen: int, heads: int, dim: int) -> torch.Tensor:
-        shape = (problem.batch, seqlen, heads, dim + pad)
-        return torch.empty(shape, dtype=problem.dtype, device="meta")[..., :dim]
-
-    rows = (problem.seqlen_q, problem.num_heads_q)
-    keys = (problem.seqlen_k, problem.num_heads_kv)
-    q, k, v = tensor(*rows, problem.head_dim), tensor(*keys, problem.head_dim), tensor(*keys, problem.head_dim_v)
-    out = tensor(*rows, problem.head_dim_v)
-    lse = torch.empty(problem.batch, problem.num_heads_q, problem.seqlen_q, dtype=torch.float32, device="meta")
-    if problem.direction == "fwd":
-        return [q, k, v, out, lse if problem.return_lse else None]
-    grads = [torch.empty_like(x) if need else None for x, need in zip((q, k, v), _needs(problem), strict=True)]
-    return [q, k, v, out, lse, torch.empty_like(out), None, *grads]
-
-
-def _needs(problem: AttentionProblem) -> tuple[bool, bool, bool]:
-    return problem.needs_dq, problem.needs_dk, problem.needs_dv
 
 
 def _tensor(value: Any) -> torch.Tensor | None:
@@ -250,7 +229,7 @@ def _arch(index: int) -> int:
 def _interpret(launches: Sequence[KernelLaunch], tensors: Sequence[torch.Tensor | None], *args: Any) -> None:
     """What a bound function does in the interpreter: the launches with other tensors and numbers in their places."""
     given = {id(t): arg for t, arg in zip(tensors, args, strict=False) if t is not None}
-    scalars = dict(zip(_SCALARS, args[len(tensors) :], strict=True))
+    scalars = dict(zip(SCALARS, args[len(tensors) :], strict=True))
     for launch in launches:
         final = {}
         for name, value in launch.args.items():

@@ -1,0 +1,1 @@
+"""Kernels in the CuTe DSL, the Python form of CUTLASS."""

@@ -1,0 +1,1 @@
+"""Kernels in cuTile, NVIDIA's tile language for Python."""

@@ -1,0 +1,199 @@
+"""Forward attention in cuTile, sm_80 and newer.
+
+One block owns ``block_m`` query rows of one head and runs over the key blocks that these rows can see, with an online
+softmax in base 2 and the scale folded into its one multiply-add.  The key blocks come in three loops: those the left edge
+of a window cuts, those every row sees whole (no mask code in that loop at all), and those the right edge or the end of
+the keys cuts.  K is transposed by the order of its load.  What a thread does, where a tile lies, TMA and the pipeline of
+loads are the compiler's; ``occupancy``, ``num_ctas`` and the latency hints are what it can be told.
+
+A masked score is replaced by -inf, so K may hold anything where it is masked.  V may not: its weight there is 0, and
+0 * NaN is NaN.  A row block that ends with a NaN is computed again key by key with selected products (``repair``);
+that path is slow, and compiled only for problems with a mask.  ``device_fwd.py`` has the device code.
+
+Takes any strides and head sizes.  Limited by what the compiler overlaps: a second block on the SM (``occupancy``) covers
+what one block leaves idle.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from peakattn.backends import tiles
+from peakattn.backends.binding import Bound
+from peakattn.backends.cutile import toolchain
+from peakattn.backends.cutile.common import (
+    between,
+    mask_arguments,
+    padded,
+    power_of_two,
+    tf32,
+    unsupported,
+)
+from peakattn.backends.cutile.toolchain import Array, TileLaunch
+from peakattn.device import Device
+from peakattn.problem import AttentionProblem
+
+
+@dataclass(frozen=True)
+class Config:
+    """Knobs, all but the tile sizes hints.
+
+    ``occupancy`` is how many blocks of an SM the compiler makes room for, ``num_ctas`` how many SMs share a tile;
+    a latency says how far ahead K and V are worth loading, 0 leaves it to the compiler, and so does 0 for
+    ``num_worker_warps``.
+    """
+
+    block_m: int
+    block_n: int
+    occupancy: int = 2
+    num_ctas: int = 1
+    k_latency: int = 2
+    v_latency: int = 4
+    num_worker_warps: int = 0
+    opt_level: int = 3
+
+    def __post_init__(self) -> None:
+        power_of_two("block_m", self.block_m, 16, 256)
+        power_of_two("block_n", self.block_n, 16, 256)
+        power_of_two("num_ctas", self.num_ctas, 1, 16)
+        between("occupancy", self.occupancy, 1, 32, "blocks on an SM")
+        between("opt_level", self.opt_level, 0, 3, "where 3 is the most")
+        for name in ("k_latency", "v_latency"):
+            between(name, getattr(self, name), 0, 10, "where 0 is the compiler's own choice")
+        if self.num_worker_warps not in (0, 4, 8):
+            raise ValueError(f"num_worker_warps is {self.num_worker_warps}; allowed are 4, 8, or 0 for the compiler's choice.")
+
+    @property
+    def hints(self) -> dict[str, Any]:
+        return {
+            "occupancy": self.occupancy,
+            "num_ctas": self.num_ctas,
+            "num_worker_warps": self.num_worker_warps or None,
+            "opt_level": self.opt_level,
+        }
+
+
+def reject(problem: AttentionProblem, device: Device) -> str | None:
+    return unsupported(problem, device)
+
+
+def default_config(problem: AttentionProblem, device: Device) -> Config:
+    """sm_100 and newer: the tiles that NVIDIA measured as best for such a kernel on B200 and DGX Spark.
+
+    The rest is reasoned from registers and spills of the compiled code, and unmeasured.
+    """
+    dim = max(padded(problem.head_dim), padded(problem.head_dim_v))
+    if problem.dtype == torch.float32:
+        return Config(32, 32, 1) if dim <= 128 else Config(16, 32, 1)
+    if problem.seqlen_q <= 16:
+        return Config(16, 64 if dim <= 128 else 32)
+    if dim > 128:
+        return Config(64, 64) if device.arch in (90, 100, 103) else Config(64, 32, 1)
+    if device.arch == 90:
+        return Config(64, 128)
+    if device.arch in (100, 103) and problem.seqlen_q > 2048:
+        return Config(128, 128)
+    return Config(64, 64)
+
+
+def search_space(problem: AttentionProblem, device: Device) -> Iterable[Config]:
+    """Tiles whose scores and output leave room in the registers that an occupancy grants, each with a few hints."""
+    dim_v = padded(problem.head_dim_v)
+    for block_m, block_n, occupancy, latencies in itertools.product(
+        (16, 32, 64, 128, 256), (16, 32, 64, 128), (1, 2, 3, 4), ((0, 0), (2, 4), (4, 4))
+    ):
+        # Of a tile with fewer rows than the query has, or fewer keys, only the smallest that holds them makes sense.
+        if block_m > padded(problem.seqlen_q) or block_n > padded(problem.seqlen_k):
+            continue
+        registers = block_m * (dim_v + 3 * block_n // 2)
+        shared = problem.dtype.itemsize * (block_m * padded(problem.head_dim) + block_n * (padded(problem.head_dim) + dim_v))
+        if registers * occupancy <= 64 * 1024 and (shared * occupancy <= device.smem_per_sm or device.type != "cuda"):
+            yield Config(block_m, block_n, occupancy, 1, *latencies)
+
+
+def _device_code() -> Any:
+    from peakattn.backends.cutile.device_fwd import attention_fwd_kernel
+
+    return attention_fwd_kernel
+
+
+def launches(
+    problem: AttentionProblem,
+    config: Config,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor | None,
+    softmax_scale: float,
+    softcap: float,
+) -> list[TileLaunch]:
+    """The one launch of this kernel; nothing when there is no output."""
+    if problem.empty:
+        return []
+    num_heads = problem.batch * problem.num_heads_q
+    num_m_blocks = -(-problem.seqlen_q // config.block_m)
+    bounds, flags = mask_arguments(problem)
+    args: dict[str, Any] = {
+        "q": Array(q),
+        "k": Array(k),
+        "v": Array(v),
+        "out": Array(out),
+        "lse": None if lse is None else Array(lse, (0, 1, 2), ()),
+        "softmax_scale": softmax_scale,
+        "softcap": softcap,
+        "num_heads": num_heads,
+        "num_m_blocks": num_m_blocks,
+        "section": tiles.heads_per_section(problem),
+        **bounds,
+    }
+    constexprs = {
+        "GROUP": problem.group,
+        "HEAD_DIM": problem.head_dim,
+        "HEAD_DIM_V": problem.head_dim_v,
+        "BLOCK_D": padded(problem.head_dim),
+        "BLOCK_DV": padded(problem.head_dim_v),
+        "BLOCK_M": config.block_m,
+        "BLOCK_N": config.block_n,
+        **flags,
+        "EVEN_N": problem.seqlen_k % config.block_n == 0,
+        "SOFTCAP": problem.softcap,
+        "ACCURATE": problem.dtype == torch.float32,
+        "TF32": tf32(problem),
+        "STORE_LSE": lse is not None,
+        "K_LATENCY": config.k_latency,
+        "V_LATENCY": config.v_latency,
+    }
+    return [TileLaunch(_device_code, num_m_blocks * num_heads, args, constexprs, config.hints)]
+
+
+def prepare(
+    problem: AttentionProblem,
+    config: Config,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor | None,
+) -> Bound:
+    """A function of (q, k, v, out, lse, softmax_scale, softcap) that launches and computes nothing else on the host."""
+    return toolchain.bind(launches(problem, config, q, k, v, out, lse, 1.0, 0.0), (q, k, v, out, lse))
+
+
+def launch(
+    problem: AttentionProblem,
+    config: Config,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor | None,
+    softmax_scale: float,
+    softcap: float,
+) -> None:
+    toolchain.run(launches(problem, config, q, k, v, out, lse, softmax_scale, softcap))

@@ -1,0 +1,113 @@
+"""Device code that the cuTile kernels share: block order, bounds of the mask over tiles, the mask rule, tanh."""
+
+from __future__ import annotations
+
+import cuda.tile as ct
+
+LOG2E = 1.4426950408889634
+LN2 = 0.6931471805599453
+# A tile that is not checked has nothing to pad, and tileiras 13.4 fails on the two together.
+PADDING = {True: ct.PaddingMode.ZERO, False: ct.PaddingMode.UNDETERMINED}
+
+
+def program_block(num_blocks, num_heads, section, LAST_FIRST):
+    """This block's index and head: a section of heads at a time, and in a section block by block over its heads."""
+    # A grid wider than one dimension may be is folded, and its surplus repeats the last block.
+    pid = ct.minimum(ct.bid(0) + ct.bid(1) * ct.num_blocks(0), num_blocks * num_heads - 1)
+    first_head = pid // (num_blocks * section) * section
+    width = ct.minimum(num_heads - first_head, section)
+    rest = pid - first_head * num_blocks
+    block = rest // width
+    if LAST_FIRST:
+        block = num_blocks - 1 - block
+    return block, first_head + rest % width
+
+
+def key_blocks(m_offset, seqlen_q, seqlen_k, left, right, BLOCK_M, BLOCK_N, HAS_LEFT, HAS_RIGHT):
+    """Key blocks that the rows from m_offset see: n_block_min <= full_min <= full_max <= n_block_max.
+
+    Between full_min and full_max every row sees every key, so nothing is masked there.
+    """
+    last_row = ct.minimum(m_offset + BLOCK_M, seqlen_q) - 1
+    end = seqlen_k
+    full_end = seqlen_k
+    if HAS_RIGHT:
+        end = ct.minimum(end, ct.maximum(last_row + right + 1, 0))
+        full_end = ct.minimum(full_end, ct.maximum(m_offset + right + 1, 0))
+    start = 0
+    full_start = 0
+    if HAS_LEFT:
+        start = ct.maximum(m_offset - left, 0)
+        full_start = ct.maximum(last_row - left, 0)
+    n_block_min = start // BLOCK_N
+    n_block_max = ct.maximum(ct.cdiv(end, BLOCK_N), n_block_min)
+    full_min = ct.minimum(ct.cdiv(full_start, BLOCK_N), n_block_max)
+    full_max = ct.maximum(ct.minimum(full_end // BLOCK_N, n_block_max), full_min)
+    return n_block_min, full_min, full_max, n_block_max
+
+
+def visible(rows, keys, seqlen_k, left, right, HAS_LEFT, HAS_RIGHT):
+    """The mask rule and the end of the keys, for rows and keys that broadcast against each other."""
+    seen = keys < seqlen_k
+    if HAS_LEFT:
+        seen = seen & (keys - rows >= -left)
+    if HAS_RIGHT:
+        seen = seen & (keys - rows <= right)
+    return seen
+
+
+def scales(softmax_scale, softcap, SOFTCAP):
+    """What makes base-2 exponents of scores, and what the scores are multiplied by before tanh.
+
+    Capped scores have the user's scale inside them already.
+    """
+    if SOFTCAP:
+        return ct.full((), LOG2E, dtype=ct.float32), softmax_scale / softcap
+    return softmax_scale * LOG2E, softmax_scale
+
+
+def tanh(x, ACCURATE):
+    """Saturates without NaN for any finite x. ACCURATE keeps the relative accuracy of float32 near 0."""
+    grown = 1.0 + ct.exp2(x * (2.0 * LOG2E), flush_to_zero=True)
+    y = 1.0 - ct.truediv(2.0, grown, flush_to_zero=True, rounding_mode=ct.RoundingMode.APPROX)
+    if ACCURATE:
+        x2 = x * x
+        series = x * (1.0 + x2 * (-1.0 / 3.0 + x2 * (2.0 / 15.0 + x2 * (-17.0 / 315.0 + x2 * (62.0 / 2835.0)))))
+        y = ct.where(ct.abs(x) < 0.25, series, y)
+    return y
+
+
+def operand(tile, TF32):
+    """A tile as a product takes it: float32 is multiplied exactly, unless TF32 allows less."""
+    if TF32:
+        return tile.astype(ct.tfloat32)
+    return tile
+
+
+def load_rows(array, batch, head, block, BLOCK, BLOCK_DIM, CHECK, LATENCY):
+    """Tile ``block`` of one head's rows, with zeros beyond the tensor: [BLOCK, BLOCK_DIM]."""
+    return ct.load(
+        array,
+        index=(batch, head, block, 0),
+        shape=(1, 1, BLOCK, BLOCK_DIM),
+        padding_mode=ct.static_eval(PADDING[CHECK]),
+        check_bounds=CHECK,
+        latency=ct.static_eval(LATENCY or None),
+    ).reshape((BLOCK, BLOCK_DIM))
+
+
+def load_columns(array, batch, head, block, BLOCK, BLOCK_DIM, CHECK, LATENCY):
+    """The same tile, transposed by the order of the load: [BLOCK_DIM, BLOCK]."""
+    return ct.load(
+        array,
+        index=(batch, head, 0, block),
+        shape=(1, 1, BLOCK_DIM, BLOCK),
+        order=(0, 1, 3, 2),
+        padding_mode=ct.static_eval(PADDING[CHECK]),
+        check_bounds=CHECK,
+        latency=ct.static_eval(LATENCY or None),
+    ).reshape((BLOCK_DIM, BLOCK))
+
+
+def any_nan(tile):
+    return ct.max(ct.isnan(tile).astype(ct.int32)) > 0
