@@ -21,6 +21,7 @@ from peakattn import dispatch
 from peakattn.device import Device
 from peakattn.problem import AttentionProblem
 from peakattn_lab import problems, timing
+from peakattn_lab.wording import failure
 
 Tensors = tuple[torch.Tensor, ...]
 
@@ -147,7 +148,7 @@ def _import_failure(module: str) -> str | None:
     try:
         importlib.import_module(module)
     except Exception as error:  # such packages fail in their own ways: a missing library, another ABI, an assertion
-        return f"{type(error).__name__}: {(str(error).splitlines() or ['no message'])[0]}"
+        return failure(error)
     return None
 
 

@@ -12,10 +12,11 @@ import torch
 from peakattn import dispatch
 from peakattn.device import Device
 from peakattn.problem import AttentionProblem
-from peakattn_lab import baselines, observe, problems, records, timing
+from peakattn_lab import baselines, observe, problems, provenance, records, timing
 from peakattn_lab.baselines import Contender, Tensors
 from peakattn_lab.gate import Gate
 from peakattn_lab.records import Record
+from peakattn_lab.wording import failure
 
 MODES: dict[str, tuple[timing.Mode, ...]] = {"cuda": ("kernel", "eager", "host"), "cpu": ("wall",)}
 
@@ -90,7 +91,7 @@ class Bench:
                     ready[contender.name] = _Ready.of(contender, problem, tensors)
                     self._synchronize()
                 except Exception as error:  # a rival may fail in any way; the others are measured all the same
-                    reason = _failure(error)
+                    reason = failure(error)
                     yield from self._lost(problem, contender, reason)
             if reason is not None:
                 yield from (self._record(problem, contender, mode, skipped=reason) for mode in self.modes)
@@ -110,7 +111,7 @@ class Bench:
             try:
                 samplers[name] = one.sampler(mode, overwrite, self._synchronize)
             except Exception as error:  # what cannot be captured in a graph can still be timed in the other modes
-                reason = f"cannot be timed in this mode: {_failure(error)}"
+                reason = f"cannot be timed in this mode: {failure(error)}"
                 yield from self._lost(problem, one.contender, reason)
                 yield self._record(problem, one.contender, mode, one, skipped=reason)
         if not samplers:
@@ -145,7 +146,7 @@ class Bench:
                     "config_source": ready.choice.config_source,
                 }
         return Record(
-            provenance=records.provenance(self.device.name, self.device.arch, self.commit),
+            provenance=provenance.here(self.device.name, self.device.arch, self.commit),
             problem=problems.to_dict(problem),
             contender=contender.name,
             version=contender.version(),
@@ -219,8 +220,3 @@ class _Ready:
     def outputs(self, sampler: timing.Sampler) -> Tensors:
         """What was computed from set 0 while it was timed."""
         return self.bound[0].read(sampler.outputs[0] if isinstance(sampler, timing.GraphSampler) else self.result)
-
-
-def _failure(error: Exception) -> str:
-    lines = [line for line in str(error).splitlines() if line.strip()]
-    return f"{type(error).__name__}: {lines[0] if lines else 'no message'}"

@@ -15,6 +15,7 @@ from peakattn.backends.contract import Artifacts
 from peakattn.device import Device
 from peakattn.problem import AttentionProblem
 from peakattn_lab import problems
+from peakattn_lab.wording import failure, knobs
 
 HEAD_DIMS = (64, 128, 256)
 
@@ -94,8 +95,7 @@ def compile_one(kernel_id: str, problem: AttentionProblem, device: Device) -> Co
     try:
         made = tuple(backends.toolchain(backend).artifacts(kernel_id, problem, config, device.arch))
     except Exception as error:  # a compiler fails in its own ways; the other kernels are still worth a row
-        lines = [line for line in str(error).splitlines() if line.strip()] or ["no message"]
-        return Compiled(kernel_id, problem, knobs, reason=f"does not compile ({type(error).__name__}: {lines[-1]})")
+        return Compiled(kernel_id, problem, knobs, reason=f"does not compile ({failure(error)})")
     return Compiled(kernel_id, problem, knobs, made)
 
 
@@ -111,7 +111,7 @@ def table(found: Sequence[Compiled]) -> tuple[list[str], list[list[str]]]:
                     one.kernel,
                     a.name,
                     str(one.problem.head_dim),
-                    _short(one.config or {}),
+                    knobs(one.config or {}),
                     str(a.registers),
                     str(a.num_threads),
                     f"{a.shared_bytes / 1024:.1f}",
@@ -131,12 +131,6 @@ def notes(found: Sequence[Compiled]) -> list[str]:
 
 def _counts(opcodes: dict[str, int], names: Sequence[str]) -> str:
     return ", ".join(f"{opcodes[name]} {name}" for name in names if opcodes.get(name)) or "0"
-
-
-def _short(config: dict[str, Any]) -> str:
-    """The knobs, those that are off left out."""
-    words = [name if value is True else f"{name}={value}" for name, value in config.items() if value not in (None, False)]
-    return " ".join(word.replace("num_", "") for word in words)
 
 
 def default_arch() -> int:

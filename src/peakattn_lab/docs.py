@@ -4,7 +4,8 @@
 ``benchmarks/results/h200/prefill.jsonl``; ``peakattn:plot`` holds a picture of it, written to ``docs/images``.
 A mode may follow the name (``h200/prefill eager``); without one it is ``kernel``, or ``wall`` for CPU records.
 ``peakattn:host h200/host`` holds the table of the host's costs, ``peakattn:selftest h200/selftest`` a line on the last
-run of the GPU tests.
+run of the GPU tests.  ``peakattn:ladder h200/ladder_triton`` holds the tables of a ladder, ``peakattn:ladderplot`` its
+picture, and ``peakattn:rungs triton`` what the rungs say about themselves, which needs no records.
 
 A marker whose records do not exist yet says so in the document.
 
@@ -14,21 +15,26 @@ A marker whose records do not exist yet says so in the document.
 
 from __future__ import annotations
 
+import functools
 import hashlib
+import inspect
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-
-import pydantic
+from types import ModuleType
 
 from peakattn_lab import compare, hostcost, plots, records, selftest
+from peakattn_lab.ladder import document as ladders
+from peakattn_lab.ladder import figure, rows
 
+_KINDS = "table|plot|host|selftest|ladder|ladderplot|rungs"
 _MARKED = re.compile(
-    r"(?P<open><!-- peakattn:(?P<what>table|plot|host|selftest) (?P<name>[\w./-]+)(?: (?P<mode>\w+))? -->\n)"
+    rf"(?P<open><!-- peakattn:(?P<what>{_KINDS}) (?P<name>[\w./-]+)(?: (?P<mode>\w+))? -->\n)"
     r"(?P<body>.*?)(?P<close><!-- peakattn:end -->)",
     re.DOTALL,
 )
-_OPEN = re.compile(r"^<!-- peakattn:(?:table|plot|host|selftest) ", re.MULTILINE)
+_OPEN = re.compile(rf"^<!-- peakattn:(?:{_KINDS}) ", re.MULTILINE)
 
 
 def documents(root: Path) -> list[Path]:
@@ -54,27 +60,55 @@ def update(root: Path, *, check: bool = False) -> list[str]:
 
 
 def _body(root: Path, document: Path, match: re.Match[str], check: bool, pictures: list[str]) -> str:
+    what = match["what"]
+    if what == "rungs":
+        return ladders.rungs(match["name"])
     path = root / "benchmarks" / "results" / f"{match['name']}.jsonl"
     if not path.is_file():
         return f"Not measured yet: there is no {path.relative_to(root).as_posix()}.\n"
-    if match["what"] == "host":
+    if what == "host":
         return _host(path)
-    if match["what"] == "selftest":
+    if what == "selftest":
         return _selftest(path)
-    found = cells_of(records.read(path), match["mode"])
-    if not found:
-        raise ValueError(f"{path.relative_to(root)} has no records of mode {match['mode']!r}, which {document} asks for.")
-    if match["what"] == "table":
-        return markdown(*compare.table(found), unit=compare.unit(found)[0]) + "\n" + caption(found) + "\n"
+    if what.startswith("ladder"):
+        climbed = rows.cells(records.read_as(rows.RungRecord, path))
+        members: list[records.Record] = [row for cell in climbed for row in cell.rows.values()]
+        if what == "ladder":
+            return ladders.measured(climbed, _where(members), markdown)
+        picture = _Picture("TFLOP/s of every rung", members, figure, functools.partial(figure.draw, climbed))
+    else:
+        found = cells_of(records.read(path), match["mode"])
+        if not found:
+            raise ValueError(f"{path.relative_to(root)} has no records of mode {match['mode']!r}, which {document} asks for.")
+        if what == "table":
+            return markdown(*compare.table(found), unit=compare.unit(found)[0]) + "\n" + caption(found) + "\n"
+        members = [row for cell in found for row in cell.rows.values()]
+        alt = f"{compare.unit(found)[0]} of every contender"
+        picture = _Picture(alt, members, plots, functools.partial(plots.bars, found))
     name = "-".join(filter(None, (match["name"].replace("/", "-"), match["mode"])))
-    picture = root / "docs" / "images" / f"{name}.png"
-    stamp = _stamp(found)
-    if not (picture.is_file() and stamp.encode() in picture.read_bytes()):
-        pictures.append(f"{picture.relative_to(root)} was made from other records")
+    file = root / "docs" / "images" / f"{name}.png"
+    if not (file.is_file() and picture.stamp.encode() in file.read_bytes()):
+        pictures.append(f"{file.relative_to(root)} was made from other records")
         if not check:
-            plots.bars(found, picture, _where(found), stamp)
+            picture.draw(file, _where(members), picture.stamp)
     up = "../" * (len(document.relative_to(root).parts) - 1)
-    return f"![{match['name']}: {compare.unit(found)[0]} of every contender]({up}docs/images/{picture.name})\n"
+    return f"![{match['name']}: {picture.alt}]({up}docs/images/{file.name})\n"
+
+
+@dataclass(frozen=True)
+class _Picture:
+    """``draw`` takes the file, a title and the stamp, and is a function of the module ``drawn_by``."""
+
+    alt: str
+    rows: Sequence[records.Record]
+    drawn_by: ModuleType
+    draw: Callable[[Path, str, str], None]
+
+    @property
+    def stamp(self) -> str:
+        """What it is made from: the records and the code that draws them."""
+        made_from = [*sorted(row.model_dump_json() for row in self.rows), inspect.getsource(self.drawn_by)]
+        return "peakattn records " + hashlib.sha256("\n".join(made_from).encode()).hexdigest()[:24]
 
 
 def cells_of(rows: Sequence[records.Record], mode: str | None) -> list[compare.Cell]:
@@ -94,34 +128,28 @@ def markdown(header: Sequence[str], body: Sequence[Sequence[str]], unit: str = "
 
 def caption(found: Sequence[compare.Cell]) -> str:
     """Means, where and when it was measured, and which kernels have changed since."""
-    rows = [row for cell in found for row in cell.rows.values()]
+    members = [row for cell in found for row in cell.rows.values()]
     lines = [note for note in compare.notes(found) if "geometric mean" in note]
-    lines.append(_where(found) + ".")
-    old = records.stale(rows)
+    lines.append(_where(members) + ".")
+    old = records.stale(members)
     if old:
         lines.append(f"Measured before the last change of {', '.join(old)}.")
     return "\n".join(f"{line}  " if i < len(lines) - 1 else line for i, line in enumerate(lines)) + "\n"
 
 
-def _where(found: Sequence[compare.Cell]) -> str:
-    where = [row.provenance for cell in found for row in cell.rows.values()]
+def _where(found: Sequence[records.Record]) -> str:
+    where = [row.provenance for row in found]
     one = where[0]
     days = sorted({p.time[:10] for p in where})
     commits = sorted({(p.commit or "no commit")[:10] + (" with changes" if p.dirty else "") for p in where})
     tools = ", ".join(f"{name} {one.versions[name]}" for name in ("torch", "triton", "cuda", "cudnn") if name in one.versions)
     driver = f", driver {one.driver}" if one.driver else ""
-    modes = ", ".join(sorted({f"{cell.mode} time" for cell in found}))
+    modes = ", ".join(sorted({f"{row.mode} time" for row in found}))
     return f"{one.device}, {' to '.join(dict.fromkeys((days[0], days[-1])))}, {modes}, {tools}{driver}, {' and '.join(commits)}"
 
 
 def _host(path: Path) -> str:
-    latest: dict[tuple[str, str], records.HostRecord] = {}
-    for line in path.read_text(encoding="utf-8").splitlines():
-        try:
-            row = records.HostRecord.model_validate_json(line)
-        except pydantic.ValidationError as error:
-            raise ValueError(f"{path} has a line that is not a host record: {error.errors()[0]['msg']}.") from None
-        latest[row.kind, row.contender] = row
+    latest = {(row.kind, row.contender): row for row in records.read_as(records.HostRecord, path)}
     found = list(latest.values())
     rows = [hostcost.HostRow.of(row.kind, row.contender, row.loops_us) for row in found]
     where = found[0].provenance
@@ -136,10 +164,3 @@ def _selftest(path: Path) -> str:
     changed = sorted(k for k, recorded in last.kernels.items() if recorded != records.kernel_hash(k))
     since = f" Changed since: {', '.join(changed)}." if changed else ""
     return f"GPU tests: {counts} on {where.device}, {where.time[:10]}, {tools}.{since}\n"
-
-
-def _stamp(found: Sequence[compare.Cell]) -> str:
-    """What a picture is made from: the records and the code that draws them."""
-    rows = sorted(row.model_dump_json() for cell in found for row in cell.rows.values())
-    made_from = [*rows, Path(plots.__file__).read_text(encoding="utf-8")]
-    return "peakattn records " + hashlib.sha256("\n".join(made_from).encode()).hexdigest()[:24]

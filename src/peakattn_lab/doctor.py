@@ -12,10 +12,12 @@ from typing import Any, Literal
 
 import pydantic
 
+from peakattn_lab.wording import failure
+
 Status = Literal["ok", "missing", "failed"]
 
 # What the laboratory is built on, and the extra that brings it.
-_LAB = ("typer", "rich", "pydantic", "matplotlib", "platformdirs", "nvidia-ml-py")
+_LAB = ("typer", "rich", "pydantic", "matplotlib", "jinja2", "platformdirs", "nvidia-ml-py")
 
 
 class Finding(pydantic.BaseModel):
@@ -141,13 +143,19 @@ def _rivals() -> list[Finding]:
 
 
 def _caches() -> list[Finding]:
-    from peakattn import dispatch
+    from peakattn import backends, dispatch, store
 
-    if dispatch.unavailable("triton") is not None:
-        return []
-    import triton
-
-    return [_cache("triton", Path(triton.knobs.cache.dir), "set TRITON_CACHE_DIR to a folder that you can write")]
+    where = store.folder()
+    if where is None:
+        found = [Finding(group="caches", name="tuned configs", status="ok", detail="off, by PEAKATTN_STORE")]
+    else:
+        found = [_cache("tuned configs", where, "set PEAKATTN_STORE to a folder that you can write")]
+    for backend in backends.BACKENDS:
+        if dispatch.unavailable(backend) is None and hasattr(backends.toolchain(backend), "cache_folder"):
+            variable = "TRITON_CACHE_DIR" if backend == "triton" else "PEAKATTN_CACHE_DIR"
+            folder = backends.toolchain(backend).cache_folder()
+            found.append(_cache(backend, folder, f"set {variable} to a folder that you can write"))
+    return found
 
 
 def _cache(name: str, folder: Path, fix: str) -> Finding:
@@ -178,8 +186,7 @@ def _main_job() -> list[Finding]:
         try:
             found.append(Finding(group="main job", name=name, status="ok", detail=job(), needed=True))
         except Exception as error:  # whatever goes wrong is what the user came to learn
-            lines = str(error).splitlines() or ["no message"]
-            detail = f"{type(error).__name__}: {lines[0]}"
+            detail = failure(error)
             fix = f"peakattn explain --device {'cpu' if name == 'cpu' else 'current'} shows which kernels refuse, and why"
             found.append(Finding(group="main job", name=name, status="failed", detail=detail, fix=fix, needed=True))
     return found

@@ -18,8 +18,9 @@ import torch
 
 from peakattn.device import Device
 from peakattn.problem import AttentionProblem
-from peakattn_lab import baselines, problems, records, timing
+from peakattn_lab import baselines, problems, provenance, records, timing
 from peakattn_lab.baselines import Contender
+from peakattn_lab.wording import failure
 
 FLOOR = "floor"
 KINDS = ("inference", "training forward", "training step")
@@ -70,7 +71,7 @@ def measure(
             try:
                 uses[contender.name] = _uses(contender, problem, tensors)
             except Exception as error:  # a rival may fail in any way
-                reason = f"{type(error).__name__}: {error}"
+                reason = failure(error)
         if reason is not None:
             reasons[contender.name] = reason
     rows = []
@@ -139,7 +140,7 @@ def floor(tensors: baselines.Tensors, device: Device) -> Callable[[], None]:
 
 def to_records(rows: Sequence[HostRow], device: Device, commit: str | None = None) -> list[records.HostRecord]:
     """Rows with their provenance."""
-    where = records.provenance(device.name, device.arch, commit)
+    where = provenance.here(device.name, device.arch, commit)
     return [records.HostRecord(provenance=where, kind=row.kind, contender=row.contender, loops_us=row.loops_us) for row in rows]
 
 

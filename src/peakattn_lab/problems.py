@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from peakattn.problem import AttentionProblem, Direction
+from peakattn.problem import DTYPES, AttentionProblem, Direction
 
 SOFTCAP = 30.0  # the bound on scores in problems that have one
 
@@ -80,6 +81,28 @@ _ALL = (
         ),
     ),
     ProblemSet(
+        "dims",
+        "forward, bf16, the head sizes that need tiles of other widths: 96 and 192",
+        tuple(
+            make(seqlen, head_dim, batch=16384 // seqlen, heads=1536 // head_dim, causal=causal)
+            for head_dim in (96, 192)
+            for causal in (False, True)
+            for seqlen in (1024, 4096, 16384)
+        ),
+    ),
+    ProblemSet(
+        "served",
+        "forward of served models: 32 query heads on 8 kv heads, causal, 2k to 32k; and float16",
+        (
+            *(make(seqlen, 128, batch=32768 // seqlen, heads=(32, 8), causal=True) for seqlen in (2048, 8192, 32768)),
+            *(
+                make(4096, head_dim, batch=4, heads=2048 // head_dim, causal=causal, dtype=torch.float16)
+                for head_dim in (64, 128, 256)
+                for causal in (False, True)
+            ),
+        ),
+    ),
+    ProblemSet(
         "small",
         "so little work that the host's cost is what one waits for",
         tuple(
@@ -127,6 +150,45 @@ def named(name: str) -> ProblemSet:
         return SETS[name]
     except KeyError:
         raise ValueError(f"problem set {name!r} is unknown; known are {', '.join(SETS)}.") from None
+
+
+def dtype_named(name: str) -> torch.dtype:
+    """The dtype of a name such as ``bfloat16``, or ValueError with those there are."""
+    known = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES}
+    if name not in known:
+        raise ValueError(f"dtype is {name!r}; allowed are float16, bfloat16 and float32.")
+    return known[name]
+
+
+def of_options(
+    *,
+    batch: int,
+    seqlen_q: int,
+    seqlen_k: int | None,
+    heads: int,
+    kv_heads: int | None,
+    head_dim: int,
+    head_dim_v: int | None,
+    dtype: str,
+    device_type: str,
+    backward: bool = False,
+    **options: Any,
+) -> AttentionProblem:
+    """The problem of a call with tensors of these sizes; ``options`` are keywords of ``attention``."""
+    kind = dtype_named(dtype)
+    keys, kv = seqlen_q if seqlen_k is None else seqlen_k, heads if kv_heads is None else kv_heads
+    shapes = ((seqlen_q, heads, head_dim), (keys, kv, head_dim), (keys, kv, head_dim_v or head_dim))
+    q, k, v = (torch.empty(batch, *shape, dtype=kind, device="meta") for shape in shapes)
+    problem = on_device(AttentionProblem.of(q, k, v, **options), device_type)
+    return problem.backward(needs_dq=True, needs_dk=True, needs_dv=True, aligned=problem.aligned) if backward else problem
+
+
+def matching(found: Sequence[AttentionProblem], words: str | None) -> list[AttentionProblem]:
+    """Those whose label has all the words, or ValueError with the labels there are."""
+    wanted = [p for p in found if all(word in label(p).split() for word in (words or "").split())]
+    if not wanted:
+        raise ValueError(f"no problem has all the words {words or ''!r}; there are\n  " + "\n  ".join(map(label, found)))
+    return wanted
 
 
 def on_device(problem: AttentionProblem, device_type: str) -> AttentionProblem:

@@ -2,42 +2,21 @@
 
 from __future__ import annotations
 
-import ast
-import datetime
-import functools
-import hashlib
-import importlib.metadata
 import json
 import os
-import platform
-import subprocess
-import uuid
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, TypeVar
 
 import pydantic
 
-from peakattn.backends import KERNELS
+from peakattn.backends.sources import kernel_hash
 from peakattn_lab import problems, timing
+from peakattn_lab.provenance import Provenance
 
 SCHEMA = 1
-RUN_ID = uuid.uuid4().hex[:12]
 
-
-class Provenance(pydantic.BaseModel):
-    """Where and with what a row was measured. ``dirty`` says that sources differed from the commit."""
-
-    time: str  # UTC, ISO 8601
-    run: str  # rows of one run were interleaved with each other
-    commit: str | None
-    dirty: bool | None
-    device: str
-    arch: int
-    driver: str | None
-    platform: str
-    python: str
-    versions: dict[str, str]  # packages, and the CUDA and cuDNN that torch was built with
+Row = TypeVar("Row", bound=pydantic.BaseModel)
 
 
 class Gate(pydantic.BaseModel):
@@ -103,6 +82,87 @@ class Record(pydantic.BaseModel):
         return problem_key(self.problem), self.contender, self.mode
 
 
+class FunctionFacts(pydantic.BaseModel):
+    """One device function as the compiler made it; ``blocks`` is how many an SM holds, ``limiter`` what allows no more."""
+
+    name: str
+    registers: int
+    frame_bytes: int
+    shared_bytes: int
+    num_threads: int
+    spills: int  # loads and stores of local memory
+    loop_spills: int  # the same in the hot loop that has most of them
+    tensor_core: int  # instructions
+    instruction: str | None = None  # of the tensor cores: HMMA, HGMMA, ...
+    mufu: int
+    blocks: int
+    limiter: str
+    # The plainest hot loop, the one that most tiles go through: its instructions by kind, and executed over needed products.
+    loop: dict[str, int] = {}
+    waste: float | None = None
+
+
+class SweepRecord(pydantic.BaseModel):
+    """One config of one kernel on one problem: what became of it in a sweep, with the compiler's facts and perhaps a time.
+
+    ``stage`` is ``static`` for what was found without a GPU, ``screen`` for a time that was taken on its own and
+    may have been cut short, ``final`` for one that was taken interleaved with the other finalists of its problem.
+    """
+
+    model_config = pydantic.ConfigDict(extra="forbid")
+
+    schema_version: int = SCHEMA
+    provenance: Provenance
+    problem: dict[str, Any]
+    kernel: str
+    kernel_hash: str | None
+    compiler: str
+    config: dict[str, Any]
+    stage: Literal["static", "screen", "final"]
+    status: Literal["compiled", "ok", "pruned", "uncompiled", "wrong", "failed", "crashed", "hung"]
+    reason: str | None = None  # a sentence, unless the status is compiled or ok
+    functions: list[FunctionFacts] = []
+    compile_seconds: float | None = None
+    shared_estimate: int | None = None
+    register_estimate: int | None = None
+    predicted_us: float | None = None
+    samples_us: list[float] = []
+    calls_per_sample: int = 1
+    gate: str | None = None  # what was checked
+    observed: dict[str, Any] = {}
+
+    @property
+    def speed_known(self) -> bool:
+        """True when it was timed and its outputs were right."""
+        return self.status == "ok" and bool(self.samples_us)
+
+    @property
+    def spills(self) -> int:
+        return sum(f.spills for f in self.functions)
+
+    @property
+    def median_us(self) -> float:
+        """Median time of a call in microseconds."""
+        return sorted(self.samples_us)[len(self.samples_us) // 2]
+
+    @property
+    def interval_us(self) -> tuple[float, float]:
+        """An interval that holds the median with 95 % confidence, microseconds; the range of fewer than six samples."""
+        return timing.interval(self.samples_us)
+
+    @property
+    def key(self) -> tuple[str, str, str, str | None, str, str]:
+        """(problem, kernel, config, kernel hash, compiler, device): what ``--resume`` looks for."""
+        return (
+            problem_key(self.problem),
+            self.kernel,
+            problem_key(self.config),
+            self.kernel_hash,
+            self.compiler,
+            self.provenance.device,
+        )
+
+
 class HostRecord(pydantic.BaseModel):
     """The host's cost of one contender in one kind of use: microseconds per call of each loop, sorted."""
 
@@ -129,6 +189,8 @@ def append(path: Path, record: pydantic.BaseModel) -> None:
     with path.open("ab+") as file:
         size = file.seek(0, os.SEEK_END)
         if size:
+            file.seek(size - 1)
+        if size and file.read(1) != b"\n":
             file.seek(0)
             data = file.read()
             whole = data.rfind(b"\n") + 1
@@ -139,6 +201,11 @@ def append(path: Path, record: pydantic.BaseModel) -> None:
 
 
 def read(path: Path) -> list[Record]:
+    """The measurements of a file that ``peakattn bench`` wrote; see ``read_as``."""
+    return read_as(Record, path)
+
+
+def read_as(model: type[Row], path: Path) -> list[Row]:
     """All rows of a file; a truncated last line is left out. Damage elsewhere is a ValueError that names the line."""
     if not path.exists():
         return []
@@ -151,17 +218,67 @@ def read(path: Path) -> list[Record]:
         if not line.strip():
             continue
         try:
-            row = Record.model_validate_json(line)
+            row = model.model_validate_json(line)
         except pydantic.ValidationError as error:
-            what = error.errors()[0]
-            where = ".".join(map(str, what["loc"]))
-            raise ValueError(
-                f"{path}, line {number} is not a record: {where} {what['msg']}; remove or repair that line."
-            ) from None
-        if row.schema_version != SCHEMA:
-            raise ValueError(f"{path}, line {number} has schema {row.schema_version}; this version reads schema {SCHEMA}.")
+            raise ValueError(f"{path}, line {number} {_why_not(model, line, error)}") from None
+        version = getattr(row, "schema_version", SCHEMA)
+        if version != SCHEMA:
+            raise ValueError(f"{path}, line {number} has schema {version}; this version reads schema {SCHEMA}.")
         rows.append(row)
     return rows
+
+
+def kind_of(row: Any) -> str | None:
+    """What a parsed line is, by a field that only such rows have; None for anything else."""
+    return next((kind for field, kind in _KINDS.items() if field in row), None) if isinstance(row, dict) else None
+
+
+def kind_of_file(path: Path) -> str | None:
+    """What the first row of a file is; None where there is none, or nothing known."""
+    if not path.is_file():
+        return None
+    with path.open(encoding="utf-8", errors="replace") as file:
+        line = next((line for line in file if line.strip()), "")
+    try:
+        return kind_of(json.loads(line))
+    except ValueError:
+        return None
+
+
+# The first field that a row has decides. A kind is a key of _WRITERS.
+_KINDS = {
+    "stage": "sweep",
+    "anchor": "tune",
+    "rung": "ladder",
+    "profiled": "profile",
+    "loops_us": "host",
+    "marker": "selftest",
+    "ceilings": "ceilings",
+    "samples_us": "bench",
+}
+_WRITERS = {
+    "bench": "measurements, written by peakattn bench",
+    "sweep": "rows of a sweep, written by peakattn sweep",
+    "ladder": "rungs of a ladder, written by peakattn ladder",
+    "profile": "counters of a launch, written by peakattn profile",
+    "tune": "rows of a tuning, written by peakattn tune",
+    "host": "a host cost, written by peakattn bench --host",
+    "selftest": "a test run, written by peakattn selftest",
+    "ceilings": "measured ceilings, written by peakattn roofline --measure",
+}
+
+
+def _why_not(model: type[pydantic.BaseModel], line: str, error: pydantic.ValidationError) -> str:
+    """The end of the sentence on a line that is no row of ``model``: another kind of row, or what is damaged."""
+    try:
+        kind = kind_of(json.loads(line))
+    except ValueError:
+        kind = None
+    wanted = next((k for field, k in _KINDS.items() if field in model.model_fields), None)
+    if kind is not None and wanted is not None and kind != wanted:
+        return f"is {_WRITERS[kind]}; what is needed here are {_WRITERS[wanted]}."
+    what = error.errors()[0]
+    return f"is not a record: {'.'.join(map(str, what['loc']))} {what['msg']}; remove or repair that line."
 
 
 def done(rows: Iterable[Record], device: str) -> set[tuple[str, str, str]]:
@@ -171,115 +288,6 @@ def done(rows: Iterable[Record], device: str) -> set[tuple[str, str, str]]:
         for row in rows
         if row.provenance.device == device and (row.kernel is None or row.kernel_hash == kernel_hash(row.kernel))
     }
-
-
-# Provenance.
-
-
-def provenance(device: str, arch: int, commit: str | None = None) -> Provenance:
-    """Where this process measures, now. ``commit`` is that of a tree which was copied without its repository."""
-    now = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
-    where = Provenance(time=now, device=device, arch=arch, **_constant_provenance())
-    return where if where.commit else where.model_copy(update={"commit": commit})
-
-
-@functools.cache
-def _constant_provenance() -> dict[str, Any]:
-    from peakattn_lab import observe
-
-    commit, dirty = git_state()
-    return {
-        "run": RUN_ID,
-        "commit": commit,
-        "dirty": dirty,
-        "driver": observe.driver_version(),
-        "platform": f"{platform.system()} {platform.machine()}",
-        "python": platform.python_version(),
-        "versions": versions(),
-    }
-
-
-def versions() -> dict[str, str]:
-    """Versions of what decides speed: packages that are installed, CUDA and cuDNN."""
-    import torch
-
-    found = {}
-    for package in ("peakattn", "torch", "triton", "cuda-tile", "nvidia-cutlass-dsl", "fa3-fwd", "flash-attn-4"):
-        try:
-            found[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    found["torch"] = torch.__version__
-    if torch.version.cuda:
-        found["cuda"] = torch.version.cuda
-        found["cudnn"] = str(torch.backends.cudnn.version())
-    return found
-
-
-def checkout() -> Path | None:
-    """The root of the checkout that this package runs from, or None when it was installed from a wheel."""
-    root = Path(__file__).resolve().parents[2]
-    return root if (root / "pyproject.toml").is_file() and (root / "tests").is_dir() else None
-
-
-def git_state() -> tuple[str | None, bool | None]:
-    """(commit, dirty) of the checkout; (None, None) outside one or without git."""
-    root = checkout()
-    if root is None:
-        return None, None
-    try:
-        commit = _git(root, "rev-parse", "HEAD")
-        changed = _git(root, "status", "--porcelain", "--", "src", "pyproject.toml")
-    except (OSError, subprocess.SubprocessError):
-        return None, None
-    return commit, bool(changed)
-
-
-def _git(root: Path, *arguments: str) -> str:
-    result = subprocess.run(["git", "-C", str(root), *arguments], capture_output=True, text=True, check=True, timeout=20)
-    return result.stdout.strip()
-
-
-# Kernel sources.
-
-
-@functools.cache
-def kernel_hash(kernel_id: str) -> str | None:
-    """A hash of a kernel's module and of what it imports from its own backend; None for a kernel that is gone.
-
-    Blank lines and comment lines do not count.
-    """
-    if kernel_id not in KERNELS:
-        return None
-    digest = hashlib.sha256()
-    for path in sorted(kernel_sources(kernel_id)):
-        digest.update(path.name.encode())
-        lines = path.read_text(encoding="utf-8").splitlines()
-        digest.update("\n".join(s.rstrip() for s in lines if s.strip() and not s.lstrip().startswith("#")).encode())
-    return digest.hexdigest()[:16]
-
-
-def kernel_sources(kernel_id: str) -> set[Path]:
-    """The kernel's file, every file of its backend that it imports, and CUDA sources of the same name."""
-    backends = Path(__file__).resolve().parent.parent / "peakattn" / "backends"
-    package = KERNELS[kernel_id].rpartition(".")[0]
-    folder = backends / package.rpartition(".")[2]
-    found: set[Path] = set()
-    queue = [KERNELS[kernel_id].rpartition(".")[2]]
-    while queue:
-        path = folder / f"{queue.pop()}.py"
-        if path in found or not path.is_file():
-            continue
-        found.add(path)
-        found.update(folder.glob(f"{path.stem}.cu*"))
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.ImportFrom) and node.module == package:
-                queue.extend(alias.name for alias in node.names)
-            elif isinstance(node, ast.ImportFrom) and node.module and node.module.startswith(package + "."):
-                queue.append(node.module.removeprefix(package + "."))
-            elif isinstance(node, ast.Import):
-                queue.extend(a.name.removeprefix(package + ".") for a in node.names if a.name.startswith(package + "."))
-    return found
 
 
 def stale(rows: Sequence[Record]) -> list[str]:

@@ -15,10 +15,9 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from peakattn.problem import AttentionProblem
 from peakattn_lab import compare, problems, records, timing
 from peakattn_lab.baselines import is_ours
-from peakattn_lab.records import Record
+from peakattn_lab.records import HostRecord, Record
 
 AUTO, TIME = "auto", "time"  # relative_to: a rival chosen for each case, or absolute times
 TOLERANCE = 0.01  # less than this is no difference between runs; inside one run half of it is none
@@ -30,16 +29,40 @@ _MIN_SAMPLES = 7  # the fewest whose range is such an interval
 
 _CONDITIONS = ("device", "driver", "platform", "python")
 
+Measured = Record | HostRecord
+
+
+@dataclass(frozen=True)
+class Row:
+    """What a comparison needs of a record: times in microseconds, or a sentence on why there are none to show."""
+
+    samples_us: tuple[float, ...]
+    reason: str | None = None
+    wrong: bool = False  # the gate is red
+
+    @classmethod
+    def of(cls, record: Record | None) -> Row | None:
+        """The row of a record, None for none."""
+        if record is None:
+            return None
+        wrong = record.gate is not None and not record.gate.passed
+        return cls(tuple(record.samples_us) if record.speed_known else (), record.reason, wrong)
+
+    @property
+    def speed_known(self) -> bool:
+        """True when the times may be shown."""
+        return self.reason is None
+
 
 @dataclass(frozen=True)
 class Case:
-    """One contender on one problem in one mode: a row of each file, or of one. ``ratio`` above 1 says that B is faster."""
+    """One contender at one thing in one mode: a row of each file, or of one. ``ratio`` above 1 says that B is faster."""
 
-    problem: AttentionProblem
+    label: str  # the problem, or the kind of use of a host's cost
     mode: str
     contender: str
-    a: Record | None
-    b: Record | None
+    a: Row | None
+    b: Row | None
     reference: str | None  # the rival that both times are relative to
     ratio: timing.Comparison | None
 
@@ -49,7 +72,7 @@ class Case:
         if self.ratio is not None:
             return self.ratio.verdict
         for name, row in (("A", self.a), ("B", self.b)):
-            if row is not None and row.gate is not None and not row.gate.passed:
+            if row is not None and row.wrong:
                 return f"WRONG in {name}"
         if self.a is None or self.b is None:
             return "only in A" if self.b is None else "only in B"
@@ -60,8 +83,7 @@ class Case:
         """True when B computes wrongly, or has no speed where A had one."""
         if self.b is None or self.b.speed_known:
             return False
-        wrong = self.b.gate is not None and not self.b.gate.passed
-        return wrong or (self.a is not None and self.a.speed_known)
+        return self.b.wrong or (self.a is not None and self.a.speed_known)
 
 
 @dataclass(frozen=True)
@@ -98,7 +120,7 @@ class Regression:
         for case in self.cases:
             for file, row in (("A", case.a), ("B", case.b)):
                 if row is not None and row.reason is not None:
-                    lines[f"{case.contender} on {problems.label(case.problem)} in {file}: {row.reason}"] = None
+                    lines[f"{case.contender} on {case.label} in {file}: {row.reason}"] = None
         return list(lines)
 
     def exit_code(self, fail_on: Collection[str] = ("SLOWER",)) -> int:
@@ -117,8 +139,7 @@ def compare_runs(
 
     An interval of the ratio within ``tolerance`` of 1 is SAME. Of several runs of one problem in a file the last counts.
     """
-    if not 0 <= tolerance < 1:
-        raise ValueError(f"tolerance is {tolerance}; allowed is 0 up to 1, such as 0.01 for one per cent.")
+    _check_tolerance(tolerance)
     cells_a, cells_b = _by_key(a), _by_key(b)
     if relative_to not in (AUTO, TIME):
         of_a, of_b = ({name for cell in cells.values() for name in cell.rows} for cells in (cells_a, cells_b))
@@ -131,6 +152,34 @@ def compare_runs(
         cell_a, cell_b = cells_a.get(key), cells_b.get(key)
         names = compare.contenders([cell for cell in (cell_a, cell_b) if cell is not None])
         cases += [_case(cell_a, cell_b, name, relative_to, tolerance) for name in names]
+    return _regression(cases, a, b)
+
+
+def compare_hosts(
+    a: Sequence[HostRecord], b: Sequence[HostRecord], *, relative_to: str = AUTO, tolerance: float = TOLERANCE
+) -> Regression:
+    """The host's cost of calls, B against A: a case for each contender in each kind of use, in absolute times.
+
+    Loops of one contender and another are not of the same rounds, so there is no rival to cancel a drift with.
+    """
+    _check_tolerance(tolerance)
+    if relative_to not in (AUTO, TIME):
+        raise ValueError(f"relative_to is {relative_to!r}; host costs are compared in absolute times, with {AUTO} or {TIME}.")
+    last_a, last_b = ({(row.kind, row.contender): Row(tuple(row.loops_us)) for row in rows} for rows in (a, b))
+    cases = []
+    for kind, name in dict.fromkeys([*last_a, *last_b]):
+        one, other = last_a.get((kind, name)), last_b.get((kind, name))
+        ratio = _ratio(one.samples_us, other.samples_us, tolerance) if one is not None and other is not None else None
+        cases.append(Case(kind, "host", name, one, other, None, ratio))
+    return _regression(cases, a, b)
+
+
+def _check_tolerance(tolerance: float) -> None:
+    if not 0 <= tolerance < 1:
+        raise ValueError(f"tolerance is {tolerance}; allowed is 0 up to 1, such as 0.01 for one per cent.")
+
+
+def _regression(cases: Sequence[Case], a: Sequence[Measured], b: Sequence[Measured]) -> Regression:
     if not any(case.a is not None and case.b is not None for case in cases):
         raise ValueError("the two files have no case in common; give records of the same problems, contenders and modes.")
     return Regression(tuple(cases), tuple(_caveats(a, b)))
@@ -149,7 +198,7 @@ def _case(a: compare.Cell | None, b: compare.Cell | None, name: str, relative_to
         # Rivals stay in absolute times: they are what shows the drift.
         reference = _reference(a, b, name, relative_to) if is_ours(name) and relative_to != TIME else None
         ratio = _ratio(_costs(a, name, reference), _costs(b, name, reference), tolerance)
-    return Case(some.problem, some.mode, name, row_a, row_b, reference, ratio)
+    return Case(problems.label(some.problem), some.mode, name, Row.of(row_a), Row.of(row_b), reference, ratio)
 
 
 def _reference(a: compare.Cell, b: compare.Cell, name: str, wanted: str) -> str | None:
@@ -188,7 +237,7 @@ def _ratio(a: Sequence[float], b: Sequence[float], tolerance: float) -> timing.C
     return timing.Comparison(statistics.median(a) / statistics.median(b), low, high, verdict)
 
 
-def _caveats(a: Sequence[Record], b: Sequence[Record]) -> list[str]:
+def _caveats(a: Sequence[Measured], b: Sequence[Measured]) -> list[str]:
     """Conditions that differ between the files and so may be the reason of any difference."""
     lines = []
     conditions_a, conditions_b = _conditions(a), _conditions(b)
@@ -199,7 +248,7 @@ def _caveats(a: Sequence[Record], b: Sequence[Record]) -> list[str]:
     return lines
 
 
-def _conditions(rows: Iterable[Record]) -> dict[str, set[str]]:
+def _conditions(rows: Iterable[Measured]) -> dict[str, set[str]]:
     found: dict[str, set[str]] = {}
 
     def add(name: str, value: Any) -> None:
@@ -208,7 +257,8 @@ def _conditions(rows: Iterable[Record]) -> dict[str, set[str]]:
     for row in rows:
         for name in _CONDITIONS:
             add(name, getattr(row.provenance, name))
-        add("dtype", row.problem["dtype"])
+        if isinstance(row, Record):
+            add("dtype", row.problem["dtype"])
         for package, version in row.provenance.versions.items():
             if package != "peakattn":  # what is being compared
                 add(package, version)
@@ -218,7 +268,7 @@ def _conditions(rows: Iterable[Record]) -> dict[str, set[str]]:
 def _line(case: Case) -> list[str]:
     ratio = case.ratio
     return [
-        problems.label(case.problem),
+        case.label,
         case.contender,
         case.mode,
         _time(case.a),
@@ -229,10 +279,10 @@ def _line(case: Case) -> list[str]:
     ]
 
 
-def _time(row: Record | None) -> str:
+def _time(row: Row | None) -> str:
     if row is None:
         return ""
-    return f"{row.median_us:.1f}" if row.speed_known else "-"
+    return f"{statistics.median(row.samples_us):.1f}" if row.speed_known else "-"
 
 
 def _cases(n: int) -> str:

@@ -12,14 +12,14 @@ from pathlib import Path
 import pydantic
 
 from peakattn.backends import KERNELS
-from peakattn_lab import records
+from peakattn_lab import provenance, records
 
 
 class SelftestRecord(pydantic.BaseModel):
     """One run of the suite. ``kernels`` maps kernel id to the hash of its sources; tests are listed when they did not pass."""
 
     schema_version: int = records.SCHEMA
-    provenance: records.Provenance
+    provenance: provenance.Provenance
     marker: str
     kernels: dict[str, str | None]
     passed: int
@@ -46,7 +46,7 @@ def run(
         text = report.read_text(encoding="utf-8")
     passed, failed, skipped, seconds = parse(text)
     return SelftestRecord(
-        provenance=records.provenance(device, arch, commit),
+        provenance=provenance.here(device, arch, commit),
         marker=marker,
         kernels={kernel_id: records.kernel_hash(kernel_id) for kernel_id in KERNELS},
         passed=passed,

@@ -30,9 +30,11 @@ from typing import Any, Literal
 
 import torch
 
+from peakattn.race import Sampler, interval
+
 Mode = Literal["kernel", "eager", "host", "wall"]
+MODE_TITLES = {"kernel": "kernel time (CUDA graph)", "eager": "eager, cold L2", "host": "host time", "wall": "wall time"}
 Verdict = Literal["SAME", "FASTER", "SLOWER", "UNCLEAR"]
-Sampler = Callable[[], Callable[[], float]]
 Call = Callable[[], Any]
 Held = Callable[[], contextlib.AbstractContextManager[Any]]  # a context that calls need; entered outside the timed span
 
@@ -46,23 +48,6 @@ _MAX_GRAPH_CALLS = 64
 
 
 # Statistics.
-
-
-def interval(samples: Sequence[float], confidence: float = 0.95) -> tuple[float, float]:
-    """An interval that holds the median with at least that confidence, from order statistics: no distribution is assumed.
-
-    With too few samples for the confidence it is their range.
-    """
-    ordered, n = sorted(samples), len(samples)
-    tail, rank, probability = 0.0, 0, 0.5**n
-    while rank < n // 2:
-        tail += probability
-        if 2 * tail > 1 - confidence:
-            break
-        probability *= (n - rank) / (rank + 1)
-        rank += 1
-    rank = max(rank, 1)
-    return ordered[rank - 1], ordered[n - rank]
 
 
 @dataclass(frozen=True)

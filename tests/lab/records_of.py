@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from peakattn.problem import AttentionProblem
-from peakattn_lab import problems, records
+from peakattn_lab import problems, provenance, records
 
 PROBLEM = problems.make(4096, 128, batch=4, heads=16)
 
@@ -19,5 +19,5 @@ def record(
         "samples_us": [us * (1 + 0.001 * (i % 3 - 1)) for i in range(rounds)],
         "gate": records.Gate(passed=True, message="fine"),
     }
-    where = records.provenance("NVIDIA H200", 90)
+    where = provenance.here("NVIDIA H200", 90)
     return records.Record(provenance=where, problem=problems.to_dict(problem), contender=contender, **(defaults | values))

@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 
 from lab.records_of import PROBLEM, record
 from peakattn.device import Device
-from peakattn_lab import cli, docs, hostcost, problems, records, selftest
+from peakattn_lab import cli, docs, hostcost, problems, provenance, records, selftest
 
 README = """# title
 <!-- peakattn:table h200/prefill -->
@@ -38,7 +38,7 @@ def root(tmp_path):
     for one in hostcost.to_records([floor, row], Device.named("h200")):
         records.append(results / "host.jsonl", one)
     hashes = {"cpu.fwd": "0" * 16, "cpu.bwd": records.kernel_hash("cpu.bwd")}
-    where = records.provenance("NVIDIA H200", 90)
+    where = provenance.here("NVIDIA H200", 90)
     tests = {"passed": 7, "failed": [], "skipped": {"test_a": "needs sm_100"}, "seconds": 3.0}
     suite = selftest.SelftestRecord.model_validate({"provenance": where, "marker": "gpu", "kernels": hashes, **tests})
     records.append(results / "selftest.jsonl", suite)
@@ -68,7 +68,7 @@ def test_tables_and_pictures_are_made_and_then_agree(root):
 
 
 def test_check_sees_edited_tables_and_pictures_of_other_records(root, monkeypatch):
-    monkeypatch.setattr(records, "checkout", lambda: root)
+    monkeypatch.setattr(provenance, "checkout", lambda: root)
     docs.update(root)
     assert CliRunner().invoke(cli.app, ["docs", "--check"]).exit_code == 0
     readme = root / "README.md"
@@ -103,6 +103,6 @@ def test_markers_that_cannot_be_filled_are_named(root, text, message):
 
 
 def test_the_documents_of_this_checkout_agree_with_their_records():
-    root = records.checkout()
+    root = provenance.checkout()
     assert root is not None
     assert docs.update(root, check=True) == []

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+from pathlib import Path
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
 from peakattn import dispatch
-from peakattn.backends import cubin, load
+from peakattn.backends import KERNELS, cubin, load
 from peakattn.backends.contract import Artifacts
 from peakattn.device import KNOWN, Device
-from peakattn_lab import inspection, problems
+from peakattn_lab import cli, inspection, problems
 
 HOPPER = Device.for_arch(90)
 
@@ -48,6 +51,15 @@ def test_a_hot_loop_is_grouped_by_kind_and_printed():
     assert lines[0] == "/*0020*/  HGMMA.64x64x16.F32.BF16 R24, R4, gdesc[UR4].tnspB, R24 ;"
     with pytest.raises(ValueError, match=r"loop is 2; allowed are 1 to 1\."):
         inspection.loop_listing([loop], 2)
+
+
+def test_a_loop_for_rare_rows_is_no_part_of_the_tile():
+    lines = ["HGMMA.64x64x16.F32.BF16 R24", "HMMA.16816.F32.BF16 R4", "@P0 BRA 0x10", "FFMA R5", "@P1 BRA 0x0"]
+    sass = "Function : k\n" + "\n".join(f"        /*{16 * n:04x}*/                   {text} ;" for n, text in enumerate(lines))
+    (loop,) = inspection.hot_loops(sass)
+    assert [i.head for i in loop.instructions] == ["HGMMA", "FFMA", "BRA"]
+    (alone,) = inspection.hot_loops(sass.replace("HGMMA.64x64x16", "FADD"))
+    assert [i.head for i in alone.instructions] == ["HMMA", "BRA"]
 
 
 @pytest.mark.parametrize(
@@ -120,6 +132,7 @@ def test_executed_products_against_needed_ones():
         (made(128, threads=384), Tile(64, 64), "12 warps are launched where the config has 4"),
         (made(128, opcode="UTCHMMA"), Tile(64, 64), "the shape of UTCHMMA is not in its opcode"),
         (made(128, opcode="@P1 HMMA.16816.F32.BF16"), Tile(64, 64), "predicated"),
+        (made(64), Tile(64, 64), "fewer products than its tile needs"),
         (made(128), HOPPER, "the config does not say"),
     ],
 )
@@ -174,10 +187,10 @@ def test_what_cannot_be_inspected_is_refused_in_a_sentence(tmp_path):
         inspection.make_problem("triton.fwd", dtype="int8")
     with pytest.raises(ValueError, match=r"cpu\.\w+ has no machine code of a GPU"):
         inspection.inspect("cpu.fwd", problem, 90)
-    library = tmp_path / "library.so"
-    library.write_bytes(b"\x7fELF\x02" + bytes(100))
-    with pytest.raises(ValueError, match="is no cubin; take the cubins out"):
-        inspection.read_cubin(library)
+    with pytest.raises(ValueError, match="there is no file"):
+        inspection.binaries.read(tmp_path / "nothing.cubin")
+    with pytest.raises(ValueError, match="there is no ptxas nope; here are"):
+        inspection.tools.ptxas_of("nope")
 
 
 needs_triton = pytest.mark.skipif(dispatch.unavailable("triton") is not None, reason="compiles with Triton")
@@ -198,6 +211,23 @@ def test_a_compiled_forward_wastes_no_product_at_head_dim_128(kernel, arch, prod
         assert all(len(row) == len(header) for row in rows)
     assert product in inspection.loop_listing(inspection.all_loops(found), 1)
     assert inspection.to_dict(found)["functions"][0]["loops"][0]["ratio"] == 1.0
+
+
+@pytest.mark.parametrize("kernel", [k for k in KERNELS if not k.startswith("cpu.")])
+def test_every_kernel_can_be_inspected_and_wastes_nothing(kernel):
+    backend = kernel.split(".")[0]
+    if (reason := dispatch.unavailable(backend)) is not None:
+        pytest.skip(reason)
+    problem = inspection.make_problem(kernel)
+    arch = next(arch for arch in (90, 80, 100) if load(kernel).reject(problem, Device.for_arch(arch)) is None)
+    found = inspection.inspect(kernel, problem, arch)
+    ratios = [w.ratio for f in found.functions for w in f.work]
+    assert ratios
+    assert set(ratios) <= {1.0, None}
+    assert 1.0 in ratios or all(f.facts.ptx is None for f in found.functions)  # without PTX nothing tells what was unrolled
+    layouts = inspection.layouts.of(found)
+    assert bool(layouts) == (backend == "triton")
+    assert inspection.notes(found) + inspection.layouts.notes(layouts, kernel)
 
 
 @needs_triton
@@ -228,7 +258,126 @@ def test_two_configs_side_by_side():
 
 
 @needs_triton
-def test_the_kernels_of_a_cubin_file(tmp_path):
+@pytest.mark.parametrize(
+    ("config", "ratio", "warps", "copies"),
+    [
+        # Four warps side by side on 16 x 16 scores: twice the first product, once the second.
+        ('{"block_m": 16, "block_n": 16, "num_warps": 4}', 1.5, (1, 4), [2, 1]),
+        # Eight warps of 16 rows stacked on 64 rows: twice both.
+        ('{"block_m": 64, "block_n": 32, "num_warps": 8}', 2.0, (8, 1), [2, 2]),
+        ('{"block_m": 64, "block_n": 32, "num_warps": 4}', 1.0, (4, 1), [1, 1]),
+    ],
+)
+def test_layouts_explain_the_waste_of_too_many_warps(config, ratio, warps, copies):
+    """What a published study of a Triton kernel found on Ada with hardware counters stands in the machine code already."""
+    found = inspection.inspect("triton.fwd", inspection.make_problem("triton.fwd", head_dim=64), 89, config)
+    (function,) = found.functions
+    assert [w.ratio for w in function.work] == [ratio] * len(function.loops)
+    (layouts,) = inspection.layouts.of(found)
+    for loop in layouts.loops:
+        assert [p.copies for p in loop.products] == copies
+        assert {p.warps for p in loop.products} == {warps}
+    said = " ".join(inspection.layouts.notes([layouts], "triton.fwd"))
+    assert ("is computed 2 times" in said) == (ratio > 1)
+    assert ("spread over 4 warps" in said) == (warps == (1, 4))
+    assert ("from registers through shared memory" in said) == (warps == (1, 4))
+    assert f"{json.loads(config)['block_m']}x64 bf16" in {shape for _, shape, _ in layouts.buffers}
+    titles = [title for title, _, _ in inspection.layouts.tables([layouts])]
+    assert len(titles) == 3
+
+
+TTGIR = """
+#mma = #ttg.nvidia_mma<{versionMajor = 2, versionMinor = 0, warpsPerCTA = [2, 2], instrShape = [16, 8]}>
+    %k = ttg.local_alloc : () -> !ttg.memdesc<2x32x64xf16, #shared, #smem, mutable> loc(#loc)
+    %0 = scf.for %i = %a to %b step %c -> (i32)  : i32 {
+      %1 = scf.for %j = %a to %b step %c -> (tensor<32x16xf32, #mma>)  : i32 {
+        %2 = ttg.convert_layout %x : tensor<32x16xf16, #mma> -> tensor<32x16xf16, #blocked> loc(#loc)
+        %3 = tt.dot %p, %q, %r : tensor<32x64xf16, #a> * tensor<64x16xf16, #b> -> tensor<32x16xf32, #mma> loc(#loc)
+        %4 = ttng.warp_group_dot_wait %3 {pendings = 0 : i32} : tensor<32x16xf32, #mma> loc(#loc)
+      } loc(#loc)
+      %5 = ttg.local_load %k : !ttg.memdesc<32x64xf16, #shared, #smem> -> tensor<32x64xf16, #blocked> loc(#loc)
+    } loc(#loc)
+"""
+
+
+def test_only_the_innermost_loop_of_ttgir_is_hot():
+    found = inspection.layouts.read("kernel", TTGIR)
+    (loop,) = found.loops
+    (product,) = loop.products
+    assert (product.shape, product.warps, product.copies, product.whole_rows) == ((32, 16), (2, 2), 1, False)
+    assert loop.operations == {"convert_layout": 1}
+    assert found.buffers == (("k", "2x32x64 f16", 2 * 32 * 64 * 2),)
+    assert "spread over 2 warps" in inspection.layouts.notes([found], "triton.fwd")[0]
+    assert "only Triton's compiler" in inspection.layouts.notes([], "cuda.fwd")[0]
+
+
+PTX = """
+$L__BB0_1:
+	.loc	1 7 3
+	mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%f1}, {%r1}, {%r2}, {%f1};
+$L__BB0_2:
+	@%p1 bra 	$L__BB0_2;
+	add.s32 	%r1, %r1, 1;
+	@%p2 bra 	$L__BB0_1;
+	.file	1 "/somewhere/fwd.py"
+"""
+
+
+def test_the_hot_loop_of_ptx():
+    (loop,) = inspection.ptx.hot_loops(PTX)
+    assert loop.splitlines()[0] == "$L__BB0_1:"
+    assert loop.splitlines()[-1] == "\t@%p2 bra \t$L__BB0_1;"
+    assert inspection.ptx.loop_listing([loop], 1) == loop
+    with pytest.raises(ValueError, match=r"loop is 3 and the PTX has 1 hot loops; allowed are 1 to 1\."):
+        inspection.ptx.loop_listing([loop], 3)
+
+
+def test_lines_are_counted_in_ptx_where_no_assembler_makes_the_same_code(monkeypatch):
+    monkeypatch.setattr(inspection.tools, "find", lambda name: ())
+    facts = dataclasses.replace(made(2), ptx=PTX)
+    function = inspection.Function(facts, inspection.occupancy(32, 128, 0, HOPPER), (), ())
+    (found,) = inspection.lines.of_function(function)
+    assert found.unit == "PTX"
+    assert found.counts == {("/somewhere/fwd.py", 7): {"mma": 1, "bra": 2, "add": 1}}
+    _, _, rows = inspection.lines.table("kernel", 1, found)
+    assert rows == [["fwd.py:7", "", "4", "100.0%", "2 bra, 1 mma, 1 add"]]
+    with pytest.raises(ValueError, match="has no line information"):
+        inspection.lines.of_function(dataclasses.replace(function, facts=made(2)))
+
+
+@needs_triton
+def test_instructions_are_traced_to_source_lines():
+    found = inspection.inspect("triton.fwd", inspection.make_problem("triton.fwd"), 80)
+    (function,) = found.functions
+    for loop, lines in zip(function.loops, inspection.lines.of_function(function), strict=True):
+        assert lines.unit == "SASS"
+        assert sum(sum(kinds.values()) for kinds in lines.counts.values()) == len(loop.instructions)
+        ((file, line),) = [place for place, kinds in lines.counts.items() if kinds["MUFU"] > 30]
+        assert "exp2" in Path(file).read_text().splitlines()[line - 1]
+    tables, _ = inspection.lines.tables(found)
+    assert any("exp2" in row[1] for row in tables[0][2])
+
+
+@needs_triton
+def test_two_assemblers_on_the_same_ptx():
+    found = inspection.inspect("triton.fwd", inspection.make_problem("triton.fwd"), 80)
+    own = inspection.tools.ptxas_of("ptxas")
+    again = inspection.assembled(found, own)
+    assert again.functions[0].facts.opcodes == found.functions[0].facts.opcodes
+    assert again.functions[0].work == found.functions[0].work
+    (_, header, rows), notes = inspection.against_ptxas(found, own)
+    assert rows == []
+    assert "make the same registers, spills and opcode counts" in notes[0]
+    (_, header, _), _ = inspection.against_ptxas(found, inspection.tools.ptxas_of("ptxas-blackwell"))
+    assert header[2].startswith("ptxas 12.")
+    assert header[3].startswith("ptxas-blackwell 12.9")
+    no_ptx = dataclasses.replace(found.functions[0], facts=dataclasses.replace(found.functions[0].facts, ptx=None))
+    with pytest.raises(ValueError, match="has no PTX to assemble again"):
+        inspection.assembled(dataclasses.replace(found, functions=(no_ptx,)), own)
+
+
+@pytest.fixture
+def cubin_file(tmp_path):
     from peakattn.backends.triton import toolchain
 
     problem, fwd = inspection.make_problem("triton.fwd"), load("triton.fwd")
@@ -237,10 +386,81 @@ def test_the_kernels_of_a_cubin_file(tmp_path):
     (launch,) = fwd.launches(problem, config, q, k, v, out, None, 1.0, 0.0)
     file = tmp_path / "kernel.cubin"
     file.write_bytes(toolchain.compile_launch(launch, 80).asm["cubin"])
-    (kernel,) = inspection.read_cubin(file)
-    (function,) = inspection.inspect("triton.fwd", problem, 80).functions
-    assert (kernel.name, kernel.facts.registers) == (function.facts.name, function.facts.registers)
-    assert kernel.opcodes == function.facts.opcodes
+    return file
+
+
+@needs_triton
+def test_the_kernels_of_a_cubin_file(cubin_file, monkeypatch):
+    (kernel,) = inspection.binaries.read(cubin_file, "attention")
+    (function,) = inspection.inspect("triton.fwd", inspection.make_problem("triton.fwd"), 80).functions
+    facts = function.facts
+    assert (kernel.name, kernel.arch) == (facts.name, 80)
+    assert (kernel.facts.registers, kernel.facts.frame_bytes) == (facts.registers, facts.frame_bytes)
+    assert kernel.facts.num_threads == facts.num_threads
+    assert kernel.opcodes == facts.opcodes
     assert [loop.listing for loop in kernel.loops] == [loop.listing for loop in function.loops]
-    (_, _, rows), *_ = inspection.cubin_tables([kernel])
-    assert rows[0][0] == "attention_fwd_kernel"
+    for _, header, rows in inspection.binaries.tables([kernel]):
+        assert all(len(row) == len(header) for row in rows)
+    with pytest.raises(ValueError, match=r"no kernel of .* is named like 'flash'; it has 1, such as\n  attention_fwd_kernel"):
+        inspection.binaries.read(cubin_file, "flash")
+    monkeypatch.setattr(inspection.binaries, "_MOST_DISASSEMBLED", 0)
+    (undone,) = inspection.binaries.read(cubin_file)
+    assert undone.opcodes is None
+    assert undone.facts == kernel.facts
+    assert "narrow --match to 0 or fewer" in inspection.binaries.notes([undone])[1]
+    assert len(inspection.binaries.tables([undone])) == 1
+    with pytest.raises(ValueError, match="no regular expression"):
+        inspection.binaries.read(cubin_file, "(")
+
+
+def test_names_of_templates_are_made_readable():
+    name = "void cutlass::device_kernel<flash::Fwd<2, cute::tuple<cute::C<1>, cute::C<64> >, cutlass::half_t> >(flash::Params)"
+    assert inspection.binaries._plain(name) == "device_kernel<Fwd<2, <1, 64>, half_t>>"
+
+
+@needs_triton
+def test_the_kernels_inside_a_library(cubin_file, tmp_path, monkeypatch):
+    # Stands in for the part of cuobjdump that takes cubins out of a library; the rest is the real one.
+    program = tmp_path / "cuobjdump"
+    real = inspection.tools.one("cuobjdump")
+    program.write_text(f'#!/bin/sh\n[ "$1" = -xelf ] && exec cp {cubin_file} lib.sm_80.cubin\nexec {real} "$@"\n')
+    program.chmod(0o755)
+    library = tmp_path / "library.so"
+    library.write_bytes(b"\x7fELF\x02" + bytes(100))
+    monkeypatch.setattr(inspection.tools, "one", lambda name: program)
+    (kernel,) = inspection.binaries.read(library)
+    assert kernel.opcodes
+    assert kernel.opcodes["HMMA"] > 0
+    program.write_text("#!/bin/sh\necho it has no device code >&2; echo release 13.0, V13.0.1\n")
+    with pytest.raises(ValueError, match=r"no machine code of a GPU that cuobjdump 13\.0\.1 finds: it has no device code"):
+        inspection.binaries.read(library)
+
+
+def test_the_disassembler_is_of_the_age_of_the_cubin(monkeypatch):
+    versions = {Path("old"): "12.8.1", Path("new"): "13.1.0"}
+    monkeypatch.setattr(inspection.tools, "find", lambda name: tuple(versions))
+    monkeypatch.setattr(inspection.tools, "version", versions.__getitem__)
+    assert inspection.tools.disassembler(b"\x7fELF\x02\x01\x01" + bytes([cubin.OLD_ABI])) == Path("old")
+    assert inspection.tools.disassembler(b"\x7fELF\x02\x01\x01" + bytes([cubin.NEW_ABI])) == Path("new")
+    monkeypatch.setattr(inspection.tools, "find", lambda name: (Path("old"),))
+    assert inspection.tools.disassembler(b"\x7fELF\x02\x01\x01" + bytes([cubin.NEW_ABI])) == Path("old")
+
+
+@needs_triton
+def test_inspect_on_the_command_line(cubin_file):
+    options = ["inspect", "triton.fwd", "--arch", "sm_80"]
+    said = run(*options)
+    assert "products of the hot loops in TTGIR" in said
+    assert "HMMA.16816" in run(*options, "--loop", "1")
+    assert "mma.sync" in run(*options, "--loop", "1", "--ptx")
+    assert ".visible .entry attention_fwd_kernel" in run(*options, "--ptx")
+    assert "ptxas-blackwell 12.9" in run(*options, "--against-ptxas", "ptxas-blackwell")
+    assert "attention_fwd_kernel" in run("inspect", "--binary", str(cubin_file), "--match", "fwd")
+    assert json.loads(run(*options, "--json"))["layouts"][0]["function"] == "attention_fwd_kernel"
+    assert "one of the two" in run(*options, "--binary", str(cubin_file), code=2)
+
+
+def run(*arguments, code=0):
+    result = CliRunner().invoke(cli.app, list(arguments))
+    assert result.exit_code == code, result.output
+    return result.output

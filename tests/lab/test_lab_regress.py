@@ -5,9 +5,10 @@ from __future__ import annotations
 import random
 
 import pytest
+from typer.testing import CliRunner
 
 from lab.records_of import PROBLEM, record
-from peakattn_lab import problems, records, regress
+from peakattn_lab import cli, problems, provenance, records, regress
 
 RED = records.Gate(passed=False, message="out errs at [0, 0, 0, 0]")
 OTHER = problems.make(1024, 64, batch=16, heads=32, causal=True)
@@ -181,3 +182,42 @@ def test_problems_are_matched_whole():
     assert PROBLEM != OTHER
     result = regress.compare_runs([record("peakattn", 1.0), record("peakattn", 2.0, OTHER)], [record("peakattn", 2.0, OTHER)])
     assert [case.verdict for case in result.cases] == ["only in A", "SAME"]
+
+
+def host(contender, us, kind="inference", loops=15):
+    where = provenance.here("NVIDIA H200", 90)
+    found = sorted(us * (1 + 0.001 * (i % 5)) for i in range(loops))
+    return records.HostRecord(provenance=where, kind=kind, contender=contender, loops_us=found)
+
+
+def test_the_host_costs_of_two_runs():
+    a = [host("peakattn", 99.0), host("peakattn", 10.0), host("floor", 7.0), host("peakattn", 30.0, "training step")]
+    b = [host("peakattn", 12.0), host("floor", 7.0), host("sdpa.flash", 20.0)]
+    result = regress.compare_hosts(a, b)
+    assert [(c.label, c.contender, c.verdict) for c in result.cases] == [
+        ("inference", "peakattn", "SLOWER"),  # the last row of a kind counts
+        ("inference", "floor", "SAME"),
+        ("training step", "peakattn", "only in A"),
+        ("inference", "sdpa.flash", "only in B"),
+    ]
+    assert result.exit_code() == 1
+    header, rows = result.table()
+    assert dict(zip(header, rows[0], strict=True))["B us"] == "12.0"
+    with pytest.raises(ValueError, match="host costs are compared in absolute times"):
+        regress.compare_hosts(a, b, relative_to="fa3")
+    with pytest.raises(ValueError, match="no case in common"):
+        regress.compare_hosts(a, [])
+
+
+def test_compare_takes_two_files_of_one_kind(tmp_path):
+    costs, times = tmp_path / "host.jsonl", tmp_path / "prefill.jsonl"
+    records.append(costs, host("peakattn", 10.0))
+    records.append(times, record("peakattn", 1000.0))
+    runner = CliRunner()
+    for path in (costs, times):
+        said = runner.invoke(cli.app, ["compare", str(path), str(path)])
+        assert said.exit_code == 0, said.output
+        assert "SAME" in said.output
+    mixed = runner.invoke(cli.app, ["compare", str(costs), str(times)])
+    assert mixed.exit_code == 2
+    assert "is a host cost, written by peakattn bench --host; what is needed here are measurements" in mixed.output

@@ -7,29 +7,25 @@ try:
 except ModuleNotFoundError:
     raise SystemExit('the peakattn command needs more packages; install them with: pip install "peakattn[lab]"') from None
 
-from peakattn_lab.cli import basics, compiling, measuring
+from peakattn_lab.cli import basics, compiling, laddering, measuring, profiling, reporting, running, sweeping, tuning
 
 app = typer.Typer(
     name="peakattn",
-    help="Exact attention at peak speed for PyTorch: see what runs, check it, time it.",
+    help="The laboratory of peakattn: see what runs and why, check it, time it, take it apart, tune it, publish it.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     add_completion=False,
 )
 
-for command in (
-    basics.doctor,
-    basics.demo,
-    basics.explain,
-    measuring.bench,
-    compiling.compiled,
-    measuring.compare,
-    measuring.roofline,
-    compiling.inspect,
-    basics.selftest,
-    basics.docs,
-):
-    app.command()(command)
+GROUPS = {
+    "See what is here": (basics.doctor, basics.demo, basics.explain),
+    "Measure": (measuring.bench, measuring.compare, running.run, sweeping.sweep, tuning.tune, laddering.ladder),
+    "Take kernels apart": (compiling.compiled, compiling.inspect, profiling.profile, measuring.roofline),
+    "Publish": (basics.selftest, reporting.report, basics.docs),
+}
+for title, commands in GROUPS.items():
+    for command in commands:
+        app.command(rich_help_panel=title)(command)
 
 
 def main() -> None:

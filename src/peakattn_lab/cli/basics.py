@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -17,10 +16,26 @@ from peakattn_lab.cli.console import (
     torch_device,
     window_of,
 )
+from peakattn_lab.cli.options import (
+    AsJson,
+    Batch,
+    Causal,
+    Commit,
+    Dtype,
+    HeadDim,
+    HeadDimV,
+    Heads,
+    KvHeads,
+    Out,
+    Seqlen,
+    SeqlenK,
+    Softcap,
+    Window,
+)
 
 
 def doctor(
-    as_json: Annotated[bool, typer.Option("--json", help="Findings as JSON.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """What is installed, which backends work and why not, GPU, driver, caches. Exit code 0 when the main job can run."""
     from peakattn_lab import doctor as examination
@@ -48,45 +63,45 @@ def demo(
 
 
 def explain(
-    batch: Annotated[int, typer.Option(help="Batch size.")] = 1,
-    seqlen: Annotated[int, typer.Option("--seqlen", help="Query length in tokens, and key length unless given.")] = 4096,
-    seqlen_k: Annotated[int | None, typer.Option(help="Key length in tokens.")] = None,
-    heads: Annotated[int, typer.Option(help="Query heads.")] = 16,
-    kv_heads: Annotated[int | None, typer.Option(help="Key and value heads; as many as query heads unless given.")] = None,
-    head_dim: Annotated[int, typer.Option(help="Size of a head of q and k.")] = 128,
-    head_dim_v: Annotated[int | None, typer.Option(help="Size of a head of v; as of q and k unless given.")] = None,
-    dtype: Annotated[str, typer.Option(help="float16, bfloat16 or float32.")] = "bfloat16",
-    causal: Annotated[bool, typer.Option(help="Causal mask.")] = False,
-    window: Annotated[str | None, typer.Option(help="LEFT,RIGHT; -1 for an unlimited side.")] = None,
-    softcap: Annotated[float | None, typer.Option(help="Bound on the scores.")] = None,
+    batch: Batch = 1,
+    seqlen: Seqlen = 4096,
+    seqlen_k: SeqlenK = None,
+    heads: Heads = 16,
+    kv_heads: KvHeads = None,
+    head_dim: HeadDim = 128,
+    head_dim_v: HeadDimV = None,
+    dtype: Dtype = "bfloat16",
+    causal: Causal = False,
+    window: Window = None,
+    softcap: Softcap = None,
     alignment: Annotated[str, typer.Option(help="bottom_right or top_left.")] = "bottom_right",
     backward: Annotated[bool, typer.Option(help="The backward pass.")] = False,
     device: Annotated[str, typer.Option(help="current, cpu, or a GPU that need not be here, such as h200.")] = "current",
     backend: Annotated[str | None, typer.Option(help="A backend or a kernel id that must be used.")] = None,
 ) -> None:
     """Which kernel and config a problem gets, and why every other kernel refuses. Nothing is compiled."""
-    import torch
-
     from peakattn import api
-    from peakattn.problem import AttentionProblem
     from peakattn_lab import problems
 
     with sentences():
         where = device_named(device)
-        kind = getattr(torch, dtype, None)
-        if not isinstance(kind, torch.dtype):
-            raise ValueError(f"dtype is {dtype!r}; allowed are float16, bfloat16 and float32.")
-        keys, kv = seqlen if seqlen_k is None else seqlen_k, heads if kv_heads is None else kv_heads
-        q, k, v = (
-            torch.empty(batch, length, count, dim, dtype=kind, device="meta")
-            for length, count, dim in ((seqlen, heads, head_dim), (keys, kv, head_dim), (keys, kv, head_dim_v or head_dim))
+        problem = problems.of_options(
+            batch=batch,
+            seqlen_q=seqlen,
+            seqlen_k=seqlen_k,
+            heads=heads,
+            kv_heads=kv_heads,
+            head_dim=head_dim,
+            head_dim_v=head_dim_v,
+            dtype=dtype,
+            device_type=where.type,
+            backward=backward,
+            causal=causal,
+            window_size=window_of(window),
+            softcap=softcap,
+            alignment=alignment,
+            return_lse=backward,
         )
-        problem = AttentionProblem.of(
-            q, k, v, causal=causal, window_size=window_of(window), softcap=softcap, alignment=alignment, return_lse=backward
-        )
-        problem = problems.on_device(problem, where.type)
-        if backward:
-            problem = problem.backward(needs_dq=True, needs_dk=True, needs_dv=True, aligned=problem.aligned)
         text = api.describe(problem, where, backend)
     say(text)
     raise typer.Exit(0 if "chosen:" in text or "no kernel is needed" in text else 1)
@@ -94,16 +109,16 @@ def explain(
 
 def selftest(
     marker: Annotated[str, typer.Option(help="pytest marker expression of the tests to run.")] = "gpu",
-    out: Annotated[Path | None, typer.Option(help="Record file (JSON lines) to append to.")] = None,
-    commit: Annotated[str | None, typer.Option(help="The commit, for a tree that was copied without its repository.")] = None,
+    out: Out = None,
+    commit: Commit = None,
     pytest_options: Annotated[list[str] | None, typer.Argument(help="Passed on to pytest, after --.")] = None,
 ) -> None:
     """Run the GPU tests of this checkout and record what passed, on which kernel sources."""
-    from peakattn_lab import records
+    from peakattn_lab import provenance, records
     from peakattn_lab import selftest as suite
 
     with sentences():
-        root = records.checkout()
+        root = provenance.checkout()
         if root is None:
             raise ValueError("selftest runs the tests of a checkout; clone the project and run it there.")
         facts = torch_device("")[1]
@@ -121,10 +136,10 @@ def docs(
 ) -> None:
     """Regenerate the tables and pictures of this checkout's documents from its records."""
     from peakattn_lab import docs as documents
-    from peakattn_lab import records
+    from peakattn_lab import provenance
 
     with sentences():
-        root = records.checkout()
+        root = provenance.checkout()
         if root is None:
             raise ValueError("docs rewrites the documents of a checkout; clone the project and run it there.")
         changes = documents.update(root, check=check)

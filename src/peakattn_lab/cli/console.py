@@ -17,17 +17,22 @@ if TYPE_CHECKING:
     from peakattn_lab import records
 
 
-def default_records(device: Device, name: str) -> Path:
-    """``benchmarks/results/<gpu>/<name>.jsonl`` of the checkout, or the same under the user's data folder."""
+def results_folder() -> Path:
+    """``benchmarks/results`` of the checkout, or the same under the user's data folder."""
     import platformdirs
 
+    from peakattn_lab import provenance
+
+    root = provenance.checkout()
+    return root / "benchmarks" / "results" if root else Path(platformdirs.user_data_dir("peakattn")) / "results"
+
+
+def default_records(device: Device, name: str) -> Path:
+    """``<gpu>/<name>.jsonl`` of the results."""
     from peakattn.device import KNOWN
-    from peakattn_lab import records
 
     folder = next((short for short, known in KNOWN.items() if known.name == device.name), device.slug)
-    root = records.checkout()
-    base = root / "benchmarks" / "results" if root else Path(platformdirs.user_data_dir("peakattn")) / "results"
-    return base / folder / f"{name}.jsonl"
+    return results_folder() / folder / f"{name}.jsonl"
 
 
 def records_of(path: Path) -> list[records.Record]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -18,6 +19,7 @@ from peakattn_lab.cli.console import (
     torch_device,
     words,
 )
+from peakattn_lab.cli.options import Commit, Only, Out, Rivals, TorchDevice
 
 if TYPE_CHECKING:
     import torch
@@ -33,10 +35,8 @@ def bench(
     set_names: Annotated[
         list[str] | None, typer.Option("--set", help="Problem sets, see --list; prefill on a GPU, else cpu.")
     ] = None,
-    only: Annotated[
-        str | None, typer.Option(help="Only problems whose label has all these words, such as 'd128 causal'.")
-    ] = None,
-    rivals: Annotated[str | None, typer.Option(help="Comma-separated rivals, see --list, or none.")] = None,
+    only: Only = None,
+    rivals: Rivals = None,
     backend: Annotated[
         list[str] | None, typer.Option(help="Backends or kernel ids of peakattn to time; its own choice if none.")
     ] = None,
@@ -46,20 +46,24 @@ def bench(
     seconds: Annotated[
         float, typer.Option(help="Seconds of measuring for each problem, all modes and contenders together.")
     ] = 5.0,
-    device: Annotated[str, typer.Option(help="A torch device: cpu, cuda, cuda:1.")] = "",
-    out: Annotated[Path | None, typer.Option(help="Records file (JSON lines) to append to.")] = None,
+    device: TorchDevice = "",
+    out: Out = None,
     resume: Annotated[
         bool, typer.Option(help="Leave out problems that the records file already has, unless the kernel changed.")
     ] = False,
     plot: Annotated[Path | None, typer.Option(help="Also draw the bars into this PNG.")] = None,
     host: Annotated[bool, typer.Option(help="Instead: the host's cost of one eager call, against its floor and SDPA.")] = False,
-    commit: Annotated[str | None, typer.Option(help="The commit, for a tree that was copied without its repository.")] = None,
+    commit: Commit = None,
     show_list: Annotated[bool, typer.Option("--list", help="List problem sets and rivals.")] = False,
 ) -> None:
-    """peakattn against its rivals: interleaved, checked against the oracle, recorded. Exit code 1 when ours has no speed."""
+    """peakattn against its rivals: interleaved, checked against the oracle, recorded. Exit code 1 when ours has no speed.
+
+    What was tuned on this machine counts only when PEAKATTN_STORE names its folder.
+    """
     from peakattn_lab import baselines, problems
     from peakattn_lab.bench import Bench
 
+    os.environ.setdefault("PEAKATTN_STORE", "off")  # a published figure is what everybody gets
     with sentences():
         if show_list:
             _list_bench()
@@ -77,10 +81,7 @@ def bench(
         shown: list[records.Record] = []
         try:
             for one in sets:
-                wanted = [p for p in one.problems if all(word in problems.label(p).split() for word in (only or "").split())]
-                if not wanted:
-                    labels = "\n  ".join(map(problems.label, one.problems))
-                    raise ValueError(f"no problem of {one.name} has all the words {only!r}; its problems are\n  {labels}")
+                wanted = problems.matching(one.problems, only)
                 path = out or default_records(facts, one.name)
                 _bench_set(runner, wanted, contenders, path, resume, shown)
                 say(f"{one.name}: records in {path}")
@@ -94,7 +95,7 @@ def bench(
 
 
 def compare(
-    a: Annotated[Path, typer.Argument(help="Records file (JSON lines) of before.")],
+    a: Annotated[Path, typer.Argument(help="Records file (JSON lines) of before, of peakattn bench or bench --host.")],
     b: Annotated[Path, typer.Argument(help="Records file of after.")],
     relative_to: Annotated[
         str, typer.Option(help="auto: a rival of both runs, so that drift cancels; time: absolute times; or a rival's name.")
@@ -103,10 +104,15 @@ def compare(
     fail_on: Annotated[str, typer.Option(help="Comma-separated verdicts that give exit code 1, or none.")] = "SLOWER",
 ) -> None:
     """Is B faster than A, case by case? Exit code 1 when peakattn is SLOWER, wrong or gone in B."""
-    from peakattn_lab import regress
+    from peakattn_lab import records, regress
 
     with sentences():
-        result = regress.compare_runs(records_of(a), records_of(b), relative_to=relative_to, tolerance=tolerance)
+        hosts = [records.kind_of_file(path) == "host" for path in (a, b)]
+        if all(hosts):
+            costs = [records.read_as(records.HostRecord, path) for path in (a, b)]
+            result = regress.compare_hosts(*costs, relative_to=relative_to, tolerance=tolerance)
+        else:
+            result = regress.compare_runs(records_of(a), records_of(b), relative_to=relative_to, tolerance=tolerance)
         code = result.exit_code(words(fail_on))
     show_table("B against A; above 1 B is faster", *result.table(), left=3)
     for note in result.notes():
@@ -122,27 +128,57 @@ def roofline(
     device: Annotated[str | None, typer.Option(help="A GPU such as h200; that of the records if there are any.")] = None,
     mode: Annotated[str, typer.Option(help="kernel or eager: which records.")] = "kernel",
     plot: Annotated[Path | None, typer.Option(help="Also draw it into this PNG.")] = None,
+    measure: Annotated[
+        bool, typer.Option("--measure", help="Instead: measure the ceilings of the GPU at hand and record them.")
+    ] = False,
+    seconds: Annotated[float, typer.Option(help="With --measure: seconds for each ceiling.")] = 2.0,
+    ceilings: Annotated[
+        Path | None, typer.Option(help="File of measured ceilings; benchmarks/results/<gpu>/ceilings.jsonl if none.")
+    ] = None,
+    commit: Commit = None,
 ) -> None:
     """What a GPU allows attention at most, and how near the records come. Exit code 1 when a record is above a roof."""
     from peakattn.device import Device
     from peakattn_lab import problems
-    from peakattn_lab import roofline as roofs
+    from peakattn_lab.provenance import known_device
+    from peakattn_lab.roofline import ceilings as measured
+    from peakattn_lab.roofline import picture as roofplot
+    from peakattn_lab.roofline import roofs
 
     with sentences():
+        if measure:
+            _measure_ceilings(seconds, ceilings, commit)
+            return
         gpu = Device.named(device) if device else None
+        rows = [row for path in files or () for row in records_of(path)]
+        known = gpu or known_device(rows[0].provenance.device if rows else None) or Device.named("h200")
+        beside = measured.read(ceilings or default_records(known, "ceilings"))
         if files:
-            found = roofs.of_records([row for path in files for row in records_of(path)], gpu, mode)
+            found = roofs.of_records(rows, gpu, mode, beside)
         else:
             sets = [problems.named(name) for name in set_names or ("prefill", "backward")]
-            found = roofs.of_problems([p for one in sets for p in one.problems], gpu or Device.named("h200"))
+            found = roofs.of_problems([p for one in sets for p in one.problems], known, beside)
         if plot is not None:
-            roofs.draw(found, plot)
+            roofplot.draw(found, plot)
     show_table(f"roofs of {found.device.name}, useful TFLOP/s", *found.table(), left=2 if found.measured else 1)
     for note in found.notes():
         say(note)
     if plot is not None:
         say(f"picture in {plot}")
     raise typer.Exit(found.exit_code())
+
+
+def _measure_ceilings(seconds: float, out: Path | None, commit: str | None) -> None:
+    from peakattn_lab import records
+    from peakattn_lab.roofline import ceilings
+
+    where, facts = torch_device("")
+    with progress("ceilings", len(ceilings.UNITS)) as step:
+        record = ceilings.measure(where, seconds, commit=commit, on_ceiling=step)
+    path = out or default_records(facts, "ceilings")
+    records.append(path, record)
+    show_table(f"ceilings of {facts.name}", *ceilings.table(ceilings.of_device(facts, [record]), facts), left=2)
+    say(f"records in {path}")
 
 
 def _bench_set(
@@ -183,19 +219,14 @@ def _bench_host(
 
 def _show_cells(rows: Sequence[records.Record]) -> None:
     from peakattn_lab import compare
+    from peakattn_lab.timing import MODE_TITLES
 
     found = compare.cells(rows)
     for mode in dict.fromkeys(cell.mode for cell in found):
         members = [cell for cell in found if cell.mode == mode]
-        show_table(f"{_MODE_TITLES[mode]}, {compare.unit(members)[0]}", *compare.table(members), left=1)
+        show_table(f"{MODE_TITLES[mode]}, {compare.unit(members)[0]}", *compare.table(members), left=1)
         for note in compare.notes(members):
             say(note)
-
-
-_MODE_TITLES = {"kernel": "kernel time (CUDA graph)", "eager": "eager, cold L2", "host": "host time", "wall": "wall time"}
-
-
-_MODE_TITLES = {"kernel": "kernel time (CUDA graph)", "eager": "eager, cold L2", "host": "host time", "wall": "wall time"}
 
 
 def _draw(rows: Sequence[records.Record], path: Path, facts: Device) -> None:
