@@ -20,8 +20,8 @@ needs_triton = pytest.mark.skipif(dispatch.unavailable("triton") is not None, re
 needs_cute = pytest.mark.skipif(dispatch.unavailable("cute") is not None, reason=str(dispatch.unavailable("cute")))
 
 
-def _entry(kernel: str = "triton.fwd", tflops: float = 500.0, **key: object) -> tuned.Entry:
-    return tuned.Entry(kernel, key, {"block_m": 64, "block_n": 64}, {"date": "today", "tflops": tflops})
+def _entry(kernel: str = "triton.fwd", ratio: float = 1.0, **key: object) -> tuned.Entry:
+    return tuned.Entry(kernel, key, {"block_m": 64, "block_n": 64}, {"date": "today", "of_best_rival": ratio})
 
 
 @needs_triton
@@ -96,9 +96,9 @@ def test_tuned_entries_order_the_kernels_that_they_compare_and_give_the_config(m
     plain = _entry(head_dim=128, **lengths)
     preferred = ["cute.fwd_sm90", "triton.fwd_sm90", "triton.fwd", "cute.fwd_sm80"]
     assert order(plain) == preferred, "nothing says that it is faster than those before it"
-    assert order(plain, _entry("triton.fwd_sm90", 400.0, head_dim=128, seqlen_q=2048, seqlen_k=2048)) == preferred
-    assert order(plain, _entry("cute.fwd_sm90", 400.0, head_dim=128, **lengths))[0] == "triton.fwd"
-    assert order(plain, _entry("triton.fwd_sm90", 400.0, head_dim=128, **lengths))[1] == "triton.fwd"
+    assert order(plain, _entry("triton.fwd_sm90", 0.9, head_dim=128, seqlen_q=2048, seqlen_k=2048)) == preferred
+    assert order(plain, _entry("cute.fwd_sm90", 0.9, head_dim=128, **lengths))[0] == "triton.fwd"
+    assert order(plain, _entry("triton.fwd_sm90", 0.9, head_dim=128, **lengths))[1] == "triton.fwd"
     choice = dispatch.choose(CAUSAL, H200, backend="triton")
     assert (choice.kernel_id, choice.config_source, choice.config.block_m) == ("triton.fwd", "tuned", 64)
     order(plain)
@@ -147,4 +147,4 @@ def test_every_shipped_entry_is_a_legal_config_of_a_kernel_that_takes_its_class(
         assert kernel.reject(problem, H200) is None
         assert kernel.Config(**entry.config)
         assert dispatch.choose(problem, H200, entry.kernel).config_source == "tuned"
-        assert {"date", "record", "tflops", "compiler", "kernel_hash"} <= set(entry.evidence)
+        assert {"date", "record", "tflops", "of_best_rival", "compiler", "kernel_hash"} <= set(entry.evidence)

@@ -96,9 +96,14 @@ def candidates(problem: AttentionProblem, device: Device, backend: str | None = 
     if nearest is None:
         return order
     found = {k: tuned.lookup(device, problem, k) for k in order}
-    speeds = {k: entry.evidence.get("tflops", 0.0) for k, entry in found.items() if entry and entry.key == nearest.key}
-    ranked = iter(sorted(speeds, key=lambda k: -speeds[k]))
-    return [next(ranked) if k in speeds else k for k in order]
+    # Against the best rival of their own runs: absolute speeds of two days cannot be ranked.
+    ratios = {
+        k: entry.evidence["of_best_rival"]
+        for k, entry in found.items()
+        if entry and entry.key == nearest.key and "of_best_rival" in entry.evidence
+    }
+    ranked = iter(sorted(ratios, key=lambda k: -ratios[k]))
+    return [next(ranked) if k in ratios else k for k in order]
 
 
 def unavailable(backend: str) -> str | None:

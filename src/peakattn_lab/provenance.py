@@ -44,10 +44,10 @@ def known_device(name: str | None) -> Device | None:
 
 
 def here(device: str, arch: int, commit: str | None = None) -> Provenance:
-    """Where this process measures, now. ``commit`` is that of a tree which was copied without its repository."""
+    """Where this process measures, now. ``commit`` is that of a tree which was copied without its repository, and wins."""
     now = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
     where = Provenance(time=now, device=device, arch=arch, **_constant_provenance())
-    return where if where.commit else where.model_copy(update={"commit": commit})
+    return where if commit is None else where.model_copy(update={"commit": commit, "dirty": None})
 
 
 @functools.cache
@@ -90,11 +90,16 @@ def checkout() -> Path | None:
 
 
 def git_state() -> tuple[str | None, bool | None]:
-    """(commit, dirty) of the checkout; (None, None) outside one or without git."""
+    """(commit, dirty) of the checkout; (None, None) outside one or without git.
+
+    A copy of the files inside another repository is none: that repository's commit says nothing about them.
+    """
     root = checkout()
     if root is None:
         return None, None
     try:
+        if Path(_git(root, "rev-parse", "--show-toplevel")).resolve() != root:
+            return None, None
         commit = _git(root, "rev-parse", "HEAD")
         changed = _git(root, "status", "--porcelain", "--", "src", "pyproject.toml")
     except (OSError, subprocess.SubprocessError):

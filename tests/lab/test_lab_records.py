@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 
 import pydantic
 import pytest
@@ -27,8 +28,16 @@ def test_provenance_is_complete():
     where = provenance.here("NVIDIA H200", 90, commit="abc")
     assert where.versions["torch"]
     assert where.python
-    assert where.commit
+    assert (where.commit, where.dirty) == ("abc", None), "who gives a commit knows better than the folder above"
     assert where.time.endswith("+00:00")
+
+
+def test_a_copy_inside_another_repository_has_no_commit_of_its_own(tmp_path, monkeypatch):
+    subprocess.run(["git", "init", "-q", str(tmp_path)], check=True)
+    inner = tmp_path / "copy"
+    inner.mkdir()
+    monkeypatch.setattr(provenance, "checkout", lambda: inner)
+    assert provenance.git_state() == (None, None)
 
 
 def test_a_truncated_last_line_is_left_out_and_then_cut_off(tmp_path):

@@ -128,8 +128,8 @@ class Rung:
             return str(kernel_hash(self.kernel_id))
         tree = ast.parse(self.source)
         code = [node for node in tree.body if not (_literal_name(node) in LITERALS or isinstance(node, ast.Expr))]
-        code += [ast.Expr(ast.Constant(kernel_hash(kernel))) for kernel in _library_kernels(tree)]
-        return hashlib.sha256(ast.dump(ast.Module(code, [])).encode()).hexdigest()[:16]
+        said = [_plain(code), *map(kernel_hash, _library_kernels(tree))]
+        return hashlib.sha256(repr(said).encode()).hexdigest()[:16]
 
     def artifacts(self, problem: AttentionProblem, config: Any, arch: int) -> list[Artifacts]:
         """What the compiler makes of it, with no GPU."""
@@ -144,6 +144,13 @@ class Rung:
     @property
     def _literals(self) -> dict[str, Any]:
         return _literals(self.module)
+
+
+def _plain(node: Any) -> Any:
+    """A syntax tree as lists, the same from every version of Python: fields that are empty or absent are left out."""
+    if isinstance(node, ast.AST):
+        return [type(node).__name__, *((n, _plain(v)) for n, v in ast.iter_fields(node) if v is not None and v != [])]
+    return [_plain(x) for x in node] if isinstance(node, list) else node
 
 
 def _library_kernels(tree: ast.Module) -> list[str]:
