@@ -114,6 +114,21 @@ def test_figures_are_those_of_the_records(own):
     assert len(shown) >= 10
 
 
+def test_a_later_run_of_named_kernels_does_not_replace_the_run_of_the_choice(tmp_path):
+    def of_run(name, row):
+        return row.model_copy(update={"provenance": row.provenance.model_copy(update={"run": name})})
+
+    rows = [of_run("a", record("peakattn", 700.0)), of_run("a", record("fa3", 800.0))]
+    rows += [of_run("b", record("peakattn:cuda.fwd_sm80", 1500.0)), of_run("b", record("fa3", 801.0))]
+    tables = [
+        part for part in parts(report_sections.rivals, written(tmp_path / "x.jsonl", *rows)) if isinstance(part, report.Table)
+    ]
+    assert [[name for name in table.header if name.startswith("peakattn")] for table in tables] == [
+        ["peakattn"],
+        ["peakattn:cuda.fwd_sm80"],
+    ]
+
+
 def test_without_records_each_section_says_what_makes_them(tmp_path):
     sections = report.build(report.load([tmp_path]))
     text = report.html(sections, report.load([tmp_path]))

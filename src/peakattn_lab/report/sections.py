@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from peakattn_lab import compare, hostcost, plots, records
+from peakattn_lab.baselines import is_ours
 from peakattn_lab.profiling.profilers import ProfileRecord
 from peakattn_lab.provenance import known_device
 from peakattn_lab.records import HostRecord, Record, SweepRecord
@@ -68,20 +69,35 @@ def _observed(device: str, seen: Sequence[dict[str, Any]]) -> list[list[str]]:
 def rivals(found: Found) -> Iterator[Part]:
     """Every contender on every problem, with intervals against the best rival."""
     for device, rows in by_device(found.of(Record)):
-        cells = compare.cells(rows)
-        for mode in dict.fromkeys(cell.mode for cell in cells):
-            for direction, name in (("fwd", "forward"), ("bwd", "backward")):
-                members = [cell for cell in cells if cell.mode == mode and cell.problem.direction == direction]
-                if not members:
-                    continue
-                unit = compare.unit(members)[0]
-                title = f"{device}, {name}, {MODE_TITLES[mode]}, {unit}"
-                if any(row.speed_known for cell in members for row in cell.rows.values()):
-                    yield drawn(f"rivals-{device}-{name}-{mode}", title, functools.partial(plots.bars, members, title=title))
-                header, lines = compare.table(members)
-                yield Table(title, header, lines)
-                yield from compare.notes(members)
-                yield from _stale_note(row for cell in members for row in cell.rows.values())
+        for own, group in _by_own_contenders(rows):
+            cells = compare.cells(group)
+            for mode in dict.fromkeys(cell.mode for cell in cells):
+                for direction, name in (("fwd", "forward"), ("bwd", "backward")):
+                    members = [cell for cell in cells if cell.mode == mode and cell.problem.direction == direction]
+                    if members:
+                        title = f"{device}, {name}, {MODE_TITLES[mode]}, {compare.unit(members)[0]}"
+                        named = "" if own == ("peakattn",) else "".join(f"; {one}" for one in own)
+                        yield from _rivals_of(members, f"rivals-{device}-{name}-{mode}{named}", title + named)
+
+
+def _by_own_contenders(rows: Sequence[Record]) -> list[tuple[tuple[str, ...], list[Record]]]:
+    """Rows by which of our kernels their run was about: a later run of other kernels does not replace one of the choice."""
+    own: dict[str, set[str]] = {}
+    for row in rows:
+        own.setdefault(row.provenance.run, set()).update({row.contender} if is_ours(row.contender) else ())
+    groups: dict[tuple[str, ...], list[Record]] = {}
+    for row in rows:
+        groups.setdefault(tuple(sorted(own[row.provenance.run])), []).append(row)
+    return sorted(groups.items())
+
+
+def _rivals_of(members: Sequence[compare.Cell], key: str, title: str) -> Iterator[Part]:
+    if any(row.speed_known for cell in members for row in cell.rows.values()):
+        yield drawn(key, title, functools.partial(plots.bars, members, title=title))
+    header, lines = compare.table(members)
+    yield Table(title, header, lines)
+    yield from compare.notes(members)
+    yield from _stale_note(row for cell in members for row in cell.rows.values())
 
 
 def rooflines(found: Found) -> Iterator[Part]:
