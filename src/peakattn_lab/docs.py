@@ -160,7 +160,6 @@ def _selftest(path: Path) -> str:
     last = selftest.SelftestRecord.model_validate_json(path.read_text(encoding="utf-8").splitlines()[-1])
     where = last.provenance
     tools = ", ".join(f"{name} {where.versions[name]}" for name in ("torch", "triton") if name in where.versions)
-    counts = f"{last.passed} passed, {len(last.failed)} failed, {len(last.skipped)} skipped"
     changed = sorted(k for k, recorded in last.kernels.items() if recorded != records.kernel_hash(k))
     since = f" Changed since: {', '.join(changed)}." if changed else ""
-    return f"GPU tests: {counts} on {where.device}, {where.time[:10]}, {tools}.{since}\n"
+    return f"GPU tests: {last.counts} on {where.device}, {where.time[:10]}, {tools}.{since}\n"

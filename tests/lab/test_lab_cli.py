@@ -10,7 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from lab.records_of import record
-from peakattn_lab import cli, compiled, doctor, records, selftest
+from peakattn_lab import cli, compiled, doctor, provenance, records, selftest
 
 runner = CliRunner()
 
@@ -150,31 +150,39 @@ def test_compiled_says_why_a_kernel_is_missing(monkeypatch):
     assert compiled.arch_number("sm_90a") == 90
 
 
-REPORT = """<testsuites><testsuite><testcase classname="tests.test_fwd" name="test_a" time="1.5"/>
-<testcase classname="tests.test_fwd" name="test_b" time="0.5"><failure message="no">long</failure></testcase>
-<testcase classname="tests.test_fwd" name="test_c" time="0"><skipped message="needs sm_100"/></testcase>
-</testsuite></testsuites>"""
+SUITE = """
+import pytest
+
+def test_a(): pass
+
+def test_b(): raise ValueError
+
+@pytest.fixture
+def broken(): raise ValueError
+
+def test_c(broken): pass
+
+def test_d(): pytest.skip("needs sm_100")
+
+@pytest.mark.xfail(reason="known")
+def test_e(): raise ValueError
+
+def test_f():
+    if INTERRUPT: raise KeyboardInterrupt
+"""
 
 
-def test_selftest_reads_the_report():
-    assert selftest.parse(REPORT) == (1, ["tests.test_fwd::test_b"], {"tests.test_fwd::test_c": "needs sm_100"}, 2.0)
-
-
-def test_selftest_records_what_passed_on_which_sources(tmp_path, monkeypatch):
-    real_run = selftest.subprocess.run
-
-    def pytest_run(command, **options):
-        report = next((word.removeprefix("--junitxml=") for word in command if word.startswith("--junitxml=")), None)
-        if report is None:  # git, asked for the commit
-            return real_run(command, **options)
-        with open(report, "w") as file:
-            file.write(REPORT)
-        return None
-
-    monkeypatch.setattr(selftest.subprocess, "run", pytest_run)
+@pytest.mark.parametrize("interrupt", [False, True])
+def test_selftest_records_what_passed_on_which_sources(tmp_path, monkeypatch, interrupt):
+    (tmp_path / "test_suite.py").write_text(SUITE.replace("INTERRUPT", str(interrupt)))
+    monkeypatch.setattr(provenance, "checkout", lambda: tmp_path)
     out = tmp_path / "selftest.jsonl"
-    said = run("selftest", "--marker", "not gpu", "--out", str(out), code=1)
-    assert "1 passed, 1 failed, 1 skipped" in said
+    said = run("selftest", "--marker", "not gpu", "--out", str(out), "--", "-q", code=1)
+    assert f"{1 if interrupt else 2} passed, 2 failed, 2 skipped{', cut short' if interrupt else ''}" in said
     row = selftest.SelftestRecord.model_validate_json(out.read_text())
     assert row.kernels["cpu.fwd"] == records.kernel_hash("cpu.fwd")
-    assert row.failed == ["tests.test_fwd::test_b"]
+    assert row.failed == ["test_suite.py::test_b", "test_suite.py::test_c"]
+    assert list(row.skipped) == ["test_suite.py::test_d", "test_suite.py::test_e"]
+    assert "needs sm_100" in row.skipped["test_suite.py::test_d"]
+    assert row.complete is not interrupt
+    assert not row.ok

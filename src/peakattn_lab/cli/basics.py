@@ -127,7 +127,7 @@ def selftest(
         record = suite.run(root, facts.name, facts.arch, marker, pytest_options or (), commit)
         path = out or default_records(facts, "selftest")
         records.append(path, record)
-    say(f"{record.passed} passed, {len(record.failed)} failed, {len(record.skipped)} skipped; record in {path}")
+    say(f"{record.counts}; record in {path}")
     raise typer.Exit(0 if record.ok else 1)
 
 

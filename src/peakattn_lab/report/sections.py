@@ -132,8 +132,7 @@ def selftests(found: Found) -> Iterator[Part]:
     """The last run of the tests on each device."""
     for device, rows in by_device(found.of(SelftestRecord)):
         last = rows[-1]
-        counts = f"{last.passed} passed, {len(last.failed)} failed, {len(last.skipped)} skipped"
-        yield f"{device}, {last.provenance.time[:10]}: {counts} in {last.seconds:.0f} s."
+        yield f"{device}, {last.provenance.time[:10]}: {last.counts} in {last.seconds:.0f} s."
         if last.failed:
             yield Table(f"{device}: did not pass", ["test", "outcome"], [[name, "failed"] for name in last.failed], left=2)
         reasons = Counter(reason.split("\n")[0] for reason in last.skipped.values())
