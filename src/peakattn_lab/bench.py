@@ -37,6 +37,7 @@ class Bench:
     commit: str | None = None  # of a tree that was copied without its repository
     device: Device = field(init=False)
     observer: observe.Observer = field(init=False)
+    _finish: Callable[[], None] = field(init=False)
 
     def __post_init__(self) -> None:
         self.device = Device.of(self.torch_device)
@@ -45,6 +46,7 @@ class Bench:
         for mode in self.modes:
             if mode not in allowed:
                 raise ValueError(f"mode {mode!r} is none of {self.device.type}; allowed are {', '.join(allowed)}.")
+        self._finish = timing.finisher(self.torch_device)
         index = self.torch_device.index or 0
         self.observer = observe.of_cuda(index) if self.device.type == "cuda" else observe.Observer(None)
 
@@ -89,7 +91,7 @@ class Bench:
             if reason is None:
                 try:
                     ready[contender.name] = _Ready.of(contender, problem, tensors)
-                    self._synchronize()
+                    self._finish()
                 except Exception as error:  # a rival may fail in any way; the others are measured all the same
                     reason = failure(error)
                     yield from self._lost(problem, contender, reason)
@@ -109,7 +111,7 @@ class Bench:
         overwrite = timing.l2_overwriter(self.device.l2_bytes) if mode == "eager" else lambda: None
         for name, one in ready.items():
             try:
-                samplers[name] = one.sampler(mode, overwrite, self._synchronize)
+                samplers[name] = one.sampler(mode, overwrite, self._finish)
             except Exception as error:  # what cannot be captured in a graph can still be timed in the other modes
                 reason = f"cannot be timed in this mode: {failure(error)}"
                 yield from self._lost(problem, one.contender, reason)
@@ -117,7 +119,7 @@ class Bench:
         if not samplers:
             return
         # A host sample must not queue behind another contender's kernel, so its sampler waits for the device itself.
-        samples = timing.interleave(samplers, seconds, finish=self._synchronize, on_round=self.observer.read)
+        samples = timing.interleave(samplers, seconds, finish=self._finish, on_round=self.observer.read)
         observed = self.observer.summary()
         for name, sampler in samplers.items():
             one = ready[name]
@@ -154,14 +156,10 @@ class Bench:
             **values,
         )
 
-    def _synchronize(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.torch_device)
-
     def _lost(self, problem: AttentionProblem, contender: Contender, reason: str) -> Iterator[Record]:
         """Nothing, unless the failure took the CUDA context with it: then a record of each mode for --resume, and an error."""
         try:
-            self._synchronize()
+            self._finish()
         except Exception as error:
             for mode in self.modes:
                 yield self._record(problem, contender, mode, skipped=reason)

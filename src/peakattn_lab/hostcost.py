@@ -62,7 +62,6 @@ def measure(
     problem = problems.make(128, 64, heads=4, causal=True) if facts.type == "cuda" else _CPU_PROBLEM
     problem = problems.on_device(problem, facts.type)
     tensors = problems.inputs(problem, device, seed=0)
-    synchronize = torch.cuda.synchronize if facts.type == "cuda" else lambda: None
     reasons: dict[str, str] = {}
     uses: dict[str, dict[str, timing.Call]] = {}
     for contender in contenders:
@@ -79,7 +78,7 @@ def measure(
         calls = {c.name: (uses[c.name][kind], c.held) for c in contenders if kind in uses.get(c.name, ())}
         if kind == "inference":
             calls = {FLOOR: (floor(tensors, facts), contextlib.nullcontext), **calls}
-        for name, samples in timing.time_loops(calls, synchronize, loops=loops, repeats=_REPEATS).items():
+        for name, samples in timing.time_loops(calls, timing.finisher(device), loops=loops, repeats=_REPEATS).items():
             rows.append(HostRow.of(kind, name, [s * 1e6 for s in samples]))
     return rows, reasons
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import statistics
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -64,7 +65,7 @@ class Record(pydantic.BaseModel):
     @property
     def median_us(self) -> float:
         """Median time of a call in microseconds."""
-        return sorted(self.samples_us)[len(self.samples_us) // 2]
+        return statistics.median_high(self.samples_us)
 
     @property
     def interval_us(self) -> tuple[float, float]:
@@ -143,7 +144,7 @@ class SweepRecord(pydantic.BaseModel):
     @property
     def median_us(self) -> float:
         """Median time of a call in microseconds."""
-        return sorted(self.samples_us)[len(self.samples_us) // 2]
+        return statistics.median_high(self.samples_us)
 
     @property
     def interval_us(self) -> tuple[float, float]:

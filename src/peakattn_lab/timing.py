@@ -15,6 +15,7 @@ Four modes:
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import math
 import random
@@ -80,6 +81,11 @@ def _verdict(low: float, high: float, rounds: int) -> Verdict:
 
 
 # The loop.
+
+
+def finisher(where: torch.device) -> Callable[[], None]:
+    """What waits for a GPU to finish its work; a CPU's is finished when a call returns."""
+    return functools.partial(torch.cuda.synchronize, where) if where.type == "cuda" else lambda: None
 
 
 def interleave(

@@ -45,6 +45,14 @@ class SpoiltError(Exception):
     """Raised by a job's function when its process is of no more use, such as one with a broken CUDA context."""
 
 
+def check_context(finish: Callable[[], None], cause: Exception) -> None:
+    """Raise SpoiltError when a failure took the CUDA context with it, so that waiting for the device with ``finish`` fails."""
+    try:
+        finish()
+    except Exception as error:
+        raise SpoiltError(f"broke the CUDA context ({failure(error)})") from cause
+
+
 class Worker:
     """One process that serves jobs; started with the first one, and again after it was lost."""
 

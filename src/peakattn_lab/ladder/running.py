@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -83,9 +84,8 @@ def tune(rung: Rung, problem: AttentionProblem, where: torch.device, seconds: fl
             continue
     if not samplers:
         return found[0]
-    finish = functools.partial(torch.cuda.synchronize, where) if where.type == "cuda" else lambda: None
-    samples = timing.interleave(samplers, seconds * len(samplers), finish=finish)
-    best = min(samples, key=lambda name: sorted(samples[name])[len(samples[name]) // 2])
+    samples = timing.interleave(samplers, seconds * len(samplers), finish=timing.finisher(where))
+    best = min(samples, key=lambda name: statistics.median_high(samples[name]))
     spent = round(time.perf_counter() - began, 3)
     return dataclasses.replace(found[int(best)], config_source="measured", candidates=len(samplers), tuning_seconds=spent)
 

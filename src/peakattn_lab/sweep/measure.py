@@ -24,7 +24,7 @@ from peakattn_lab.baselines import Tensors
 from peakattn_lab.gate import Gate, GateResult
 from peakattn_lab.sweep.jobs import MeasureJob, Measurement
 from peakattn_lab.wording import failure
-from peakattn_lab.workers import Setup, SpoiltError, Worker
+from peakattn_lab.workers import Setup, Worker, check_context
 
 _SAMPLE_SECONDS = 0.4e-3
 _MAX_CALLS = 64
@@ -42,6 +42,7 @@ class Measurer:
         if self.where.type == "cuda":
             torch.cuda.set_device(self.where)
         self.device = Device.of(self.where)
+        self._finish = timing.finisher(self.where)
         self._arenas: OrderedDict[AttentionProblem, Arena] = OrderedDict()
 
     def __call__(self, job: MeasureJob) -> list[Measurement]:
@@ -51,15 +52,15 @@ class Measurer:
         for i, config in enumerate(job.configs):
             try:
                 bound = arena.bind(job.kernel, config)
-                bound.settle(self._synchronize)
+                bound.settle(self._finish)
                 ready[i] = bound
             except Exception as error:  # a compiler or a driver fails in its own ways
-                self._check_context(error)
+                check_context(self._finish, error)
                 found[i] = Measurement(config, "failed", failure(error))
         try:
             samples = self._samples(job, ready)
         except Exception as error:
-            self._check_context(error)
+            check_context(self._finish, error)
             return [found.get(i) or Measurement(config, "failed", failure(error)) for i, config in enumerate(job.configs)]
         for i, bound in ready.items():
             result = arena.check(bound.outputs[0])
@@ -71,11 +72,11 @@ class Measurer:
     def _samples(self, job: MeasureJob, ready: dict[int, Bound]) -> dict[int, list[float]]:
         if len(job.configs) == 1:
             limit = None if job.stop_above_us is None else job.stop_above_us / 1e6
-            return {i: screen(bound, limit, job.seconds, self._synchronize) for i, bound in ready.items()}
+            return {i: screen(bound, limit, job.seconds, self._finish) for i, bound in ready.items()}
         if not ready:
             return {}
         samplers: dict[str, timing.Sampler] = {str(i): bound for i, bound in ready.items()}
-        timed = timing.interleave(samplers, job.seconds, finish=self._synchronize)
+        timed = timing.interleave(samplers, job.seconds, finish=self._finish)
         return {i: timed[str(i)] for i in ready}
 
     def _arena(self, problem: AttentionProblem) -> Arena:
@@ -93,17 +94,6 @@ class Measurer:
             return True
         free, total = torch.cuda.mem_get_info(self.where)
         return free < total // 2
-
-    def _synchronize(self) -> None:
-        if self.where.type == "cuda":
-            torch.cuda.synchronize(self.where)
-
-    def _check_context(self, cause: Exception) -> None:
-        """Raise SpoiltError when a failure took the CUDA context with it."""
-        try:
-            self._synchronize()
-        except Exception as error:
-            raise SpoiltError(f"broke the CUDA context ({failure(error)})") from cause
 
 
 class Arena:

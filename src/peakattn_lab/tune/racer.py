@@ -11,9 +11,10 @@ import torch
 from peakattn import race
 from peakattn.device import Device
 from peakattn.problem import AttentionProblem
+from peakattn_lab import timing
 from peakattn_lab.sweep import measure
 from peakattn_lab.wording import failure
-from peakattn_lab.workers import SpoiltError
+from peakattn_lab.workers import check_context
 
 
 @dataclass(frozen=True)
@@ -43,6 +44,7 @@ class Racer:
         self.where = torch.device(torch_device)
         if self.where.type == "cuda":
             torch.cuda.set_device(self.where)
+        self._finish = timing.finisher(self.where)
         self._arena: measure.Arena | None = None
 
     def __call__(self, job: RaceJob) -> list[Raced]:
@@ -55,10 +57,10 @@ class Racer:
             began = time.perf_counter()
             try:
                 bound = self._arena.bind(kernel, config)
-                bound.settle(self._synchronize)
+                bound.settle(self._finish)
                 checked = self._arena.check(bound.outputs[0])
             except Exception as error:  # a compiler or a driver fails in its own ways
-                self._check_context(error)
+                check_context(self._finish, error)
                 found[i] = Raced("failed", failure(error), compile_seconds=time.perf_counter() - began)
                 continue
             found[i] = Raced("ok" if checked.passed else "wrong", checked.message, None, time.perf_counter() - began)
@@ -67,21 +69,10 @@ class Racer:
         if 0 not in ready:
             return [found[i] for i in range(len(job.candidates))]
         began = time.perf_counter()
-        lanes = race.run(list(ready.values()), job.seconds, finish=self._synchronize)
+        lanes = race.run(list(ready.values()), job.seconds, finish=self._finish)
         share = (time.perf_counter() - began) / len(lanes)
         for (i, bound), lane in zip(ready.items(), lanes, strict=True):
             checked = self._arena.check(bound.outputs[0])  # the very outputs that were timed
             found[i] = replace(found[i], message=checked.message, timing_seconds=share)
             found[i] = replace(found[i], lane=lane) if checked.passed else replace(found[i], status="wrong")
         return [found[i] for i in range(len(job.candidates))]
-
-    def _synchronize(self) -> None:
-        if self.where.type == "cuda":
-            torch.cuda.synchronize(self.where)
-
-    def _check_context(self, cause: Exception) -> None:
-        """Raise SpoiltError when a failure took the CUDA context with it."""
-        try:
-            self._synchronize()
-        except Exception as error:
-            raise SpoiltError(f"broke the CUDA context ({failure(error)})") from cause
