@@ -95,7 +95,8 @@ def notes(costs: Sequence[Cost]) -> list[str]:
 
 
 def _program(configs: int, device: str, cache: Path, store: str) -> dict[str, Any]:
-    environment = {**os.environ, "TRITON_CACHE_DIR": str(cache), "PEAKATTN_STORE": store}
+    caches = {"TRITON_CACHE_DIR": str(cache / "triton"), "PEAKATTN_CACHE_DIR": str(cache / "peakattn")}
+    environment = {**os.environ, **caches, "PEAKATTN_STORE": store}
     command = [sys.executable, "-m", "peakattn_lab.tune.cost", str(configs), device]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=_TIMEOUT)
     if done.returncode:
