@@ -153,7 +153,7 @@ def attention_bwd_rows_kernel(
     lse,
     dlse,
     neg_delta,
-    neg_lse2,
+    neg_lse,
     stride_ob,
     stride_os,
     stride_oh,
@@ -173,7 +173,7 @@ def attention_bwd_rows_kernel(
     BLOCK_DV: tl.constexpr,
     BLOCK_M: tl.constexpr,
 ):
-    """-delta and -lse * log2(e), so that functions 2 and 3 add instead of subtract."""
+    """-delta and -lse, for 16-bit tensors in base 2, so that functions 2 and 3 add instead of subtract."""
     head = tl.program_id(0) // num_m_blocks
     m_offset = tl.program_id(0) % num_m_blocks * BLOCK_M
     batch = head // num_heads_q
@@ -188,12 +188,22 @@ def attention_bwd_rows_kernel(
     if dlse is not None:
         dlse += batch.to(tl.int64) * stride_dlb + head_q.to(tl.int64) * stride_dlh
         delta -= tl.load(dlse + rows.to(tl.int64) * stride_dls, mask=inside, other=0.0)
-    lse2 = tl.load(lse + head.to(tl.int64) * seqlen_q + rows, mask=inside, other=float("inf")) * LOG2E
+    row_lse = tl.load(lse + head.to(tl.int64) * seqlen_q + rows, mask=inside, other=float("inf"))
+    if o.dtype != tl.float32:
+        row_lse *= LOG2E
     # +inf makes p zero: rows beyond the end, and rows without a visible key.
-    lse2 = tl.where(tl.abs(lse2) > _LARGEST_LSE, float("inf"), lse2)
+    row_lse = tl.where(tl.abs(row_lse) > _LARGEST_LSE, float("inf"), row_lse)
     at = head.to(tl.int64) * padded_q + rows
-    tl.store(neg_lse2 + at, -lse2, mask=rows < padded_q)
+    tl.store(neg_lse + at, -row_lse, mask=rows < padded_q)
     tl.store(neg_delta + at, -delta, mask=rows < padded_q)
+
+
+@triton.jit
+def _probability(difference, NATURAL: tl.constexpr):
+    """exp of a score less the row's lse. In float32 the base changes after the subtraction, which rounds less."""
+    if NATURAL:
+        difference *= LOG2E
+    return tl.exp2(difference)
 
 
 @triton.jit
@@ -213,11 +223,11 @@ def attention_bwd_dkdv_kernel(
     dk,
     dv,
     neg_delta,
-    neg_lse2,
+    neg_lse,
     q_tma,
     dout_tma,
     neg_delta_tma,
-    neg_lse2_tma,
+    neg_lse_tma,
     softmax_scale,
     softcap,
     stride_qb,
@@ -296,7 +306,9 @@ def attention_bwd_dkdv_kernel(
     full_min = tl.minimum(full_min, m_block_max)
     full_max = tl.maximum(tl.minimum(full_max, m_block_max), full_min)
 
-    qk_scale = LOG2E if SOFTCAP else softmax_scale * LOG2E
+    qk_scale = 1.0 if SOFTCAP else softmax_scale
+    if q.dtype.element_ty != tl.float32:
+        qk_scale *= LOG2E
     cap_scale = softmax_scale / softcap if SOFTCAP else softmax_scale
     keys = n_offset + tl.arange(0, BLOCK_N)
     k_tile = load_tile(None, k, stride_ks, stride_kd, 0, 0, n_offset, seqlen_k, BLOCK_N, HEAD_DIM, BLOCK_D, True)
@@ -335,7 +347,7 @@ def attention_bwd_dkdv_kernel(
                     BLOCK_D,
                     not EVEN_M and PHASE != 0,
                 )
-                row_lse = _load_rows(neg_lse2_tma, neg_lse2, row_head, m_offset, padded_q, BLOCK_M)
+                row_lse = _load_rows(neg_lse_tma, neg_lse, row_head, m_offset, padded_q, BLOCK_M)
                 s = tl.dot(k_tile, q_tile.T, input_precision=PRECISION)  # [BLOCK_N, BLOCK_M]
                 dout_tile = load_tile(
                     dout_tma,
@@ -359,7 +371,7 @@ def attention_bwd_dkdv_kernel(
                 if SOFTCAP:
                     t = tanh(s * cap_scale, q_tile.dtype == tl.float32)
                     s = softcap * t
-                p = tl.exp2(s * qk_scale + row_lse[None, :])
+                p = _probability(s * qk_scale + row_lse[None, :], q_tile.dtype == tl.float32)
                 if PHASE != 0 and (HAS_LEFT or HAS_RIGHT):
                     seen = visible(rows[None, :], keys[:, None], offset, window_left, window_right, HAS_LEFT, HAS_RIGHT)
                     # A row beyond the end has lse +inf, which makes p 0 for any score but NaN.
@@ -423,7 +435,7 @@ def _repair(
         if SOFTCAP:
             t = tanh(s * cap_scale, False)
             s = softcap * t
-        ds = tl.exp2(s * qk_scale + row_lse) * (dp + row_delta)
+        ds = _probability(s * qk_scale + row_lse, q_tile.dtype == tl.float32) * (dp + row_delta)
         if SOFTCAP:
             ds *= 1.0 - t * t
         seen = visible(rows, key, offset, window_left, window_right, HAS_LEFT, HAS_RIGHT)
@@ -439,7 +451,7 @@ def attention_bwd_dq_kernel(
     dout,
     dq,
     neg_delta,
-    neg_lse2,
+    neg_lse,
     k_tma,
     v_tma,
     softmax_scale,
@@ -500,12 +512,14 @@ def attention_bwd_dq_kernel(
     n_block_min, full_min, full_max, n_block_max = key_blocks(
         m_offset, seqlen_q, seqlen_k, offset, window_left, window_right, BLOCK_M, BLOCK_N, HAS_LEFT, HAS_RIGHT
     )
-    qk_scale = LOG2E if SOFTCAP else softmax_scale * LOG2E
+    qk_scale = 1.0 if SOFTCAP else softmax_scale
+    if q.dtype.element_ty != tl.float32:
+        qk_scale *= LOG2E
     cap_scale = softmax_scale / softcap if SOFTCAP else softmax_scale
 
     rows = m_offset + tl.arange(0, BLOCK_M)
     at = head.to(tl.int64) * padded_q + rows
-    row_lse = tl.load(neg_lse2 + at)
+    row_lse = tl.load(neg_lse + at)
     row_delta = tl.load(neg_delta + at)
     q_tile = load_tile(None, q, stride_qs, stride_qd, 0, 0, m_offset, seqlen_q, BLOCK_M, HEAD_DIM, BLOCK_D, True)
     dout_tile = load_tile(None, dout, stride_dos, stride_dod, 0, 0, m_offset, seqlen_q, BLOCK_M, HEAD_DIM_V, BLOCK_DV, True)
@@ -551,7 +565,7 @@ def attention_bwd_dq_kernel(
                 if SOFTCAP:
                     t = tanh(s * cap_scale, q_tile.dtype == tl.float32)
                     s = softcap * t
-                ds = tl.exp2(s * qk_scale + row_lse[:, None]) * (dp + row_delta[:, None])
+                ds = _probability(s * qk_scale + row_lse[:, None], q_tile.dtype == tl.float32) * (dp + row_delta[:, None])
                 if SOFTCAP:
                     ds *= 1.0 - t * t
                 if PHASE != 1:
@@ -600,7 +614,7 @@ def workspace(problem: AttentionProblem, config: Config) -> dict[str, tuple[tupl
     """Scratch memory by name: shape and dtype."""
     padded_q = -(-problem.seqlen_q // _ROW_BLOCK) * _ROW_BLOCK
     shape = (problem.batch * problem.num_heads_q, padded_q)
-    return {"neg_delta": (shape, torch.float32), "neg_lse2": (shape, torch.float32)}
+    return {"neg_delta": (shape, torch.float32), "neg_lse": (shape, torch.float32)}
 
 
 def launches(
@@ -686,7 +700,7 @@ def launches(
             "q_tma": descriptor(use_tma, q, block_m),
             "dout_tma": descriptor(use_tma, dout, block_m),
             "neg_delta_tma": Tma(scratch["neg_delta"], (1, block_m)) if use_tma else None,
-            "neg_lse2_tma": Tma(scratch["neg_lse2"], (1, block_m)) if use_tma else None,
+            "neg_lse_tma": Tma(scratch["neg_lse"], (1, block_m)) if use_tma else None,
             **numbers,
             **strides("dk", k if dk is None else dk),
             **strides("dv", v if dv is None else dv),
