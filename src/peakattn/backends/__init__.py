@@ -17,6 +17,7 @@ KERNELS: dict[str, str] = {
     "cutile.fwd": "peakattn.backends.cutile.fwd",
     "cutile.bwd": "peakattn.backends.cutile.bwd",
     "cuda.fwd_sm80": "peakattn.backends.cuda.fwd_sm80",
+    "cuda.fwd_sm90": "peakattn.backends.cuda.fwd_sm90",
 }
 
 # The extra of this package that brings a backend's compiler; torch brings Triton on Linux.

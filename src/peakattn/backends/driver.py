@@ -130,6 +130,23 @@ class TensorMap:
 
 
 @dataclass(frozen=True)
+class Tma:
+    """A tensor read or written through a TMA descriptor, in dimensions ``order`` of the tensor, the last one contiguous."""
+
+    tensor: torch.Tensor
+    block_shape: tuple[int, ...]
+    swizzle: int  # as in TensorMap
+    order: tuple[int, ...] = (0, 2, 1, 3)
+
+    def tensor_map(self, slot: int) -> TensorMap:
+        x = self.tensor.permute(self.order)
+        unit = 16 // x.element_size()
+        # A dimension of one element gets a legal stride, whatever the tensor says.
+        strides = [s if size > 1 else unit for s, size in zip(x.stride()[:-1], x.shape[:-1], strict=True)]
+        return TensorMap(slot, x.dtype, tuple(x.shape), (*strides, 1), self.block_shape, self.swizzle)
+
+
+@dataclass(frozen=True)
 class Pointer:
     """A pointer parameter: the address of argument ``slot``."""
 

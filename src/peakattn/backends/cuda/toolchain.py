@@ -4,7 +4,8 @@ A kernel describes its launch as a ``CudaLaunch`` value: a source file, the name
 arguments in the order of the function's parameters, and compile-time constants, which become ``-D`` options.  A source
 includes nothing but files beside it; no toolkit, header or host compiler is needed.  The arguments become parameters:
 
-    torch.Tensor, Counter, None   .u64   an address; None is the null pointer
+    torch.Tensor, Counter, None   .u64       an address; None is the null pointer
+    Tma                           .b8[128]   a TMA descriptor by value: __grid_constant__, 64-byte aligned
     int, Int64                    .u32, .u64
     float                         .f32
 
@@ -34,7 +35,7 @@ import torch
 from peakattn.backends import codecache, cubin, driver, load
 from peakattn.backends.binding import SCALARS, Bound, meta_tensors, slots_of
 from peakattn.backends.contract import Artifacts
-from peakattn.backends.driver import Counter
+from peakattn.backends.driver import Counter, Tma
 from peakattn.problem import AttentionProblem
 
 FOLDER = Path(__file__).resolve().parent
@@ -48,8 +49,8 @@ _ARCH_SPECIFIC = 90  # from here on the machine code is for one architecture, wi
 _OPTIONS = ("-std=c++17", "-default-device")
 _INCLUDE = re.compile(r'^\s*#\s*include\s*"([^"]+)"', re.MULTILINE)
 _ENTRY = re.compile(r"\.visible \.entry (\w+)\((.*?)\)\s*\.maxntid (\d+)", re.DOTALL)
-_PARAM = re.compile(r"\.param\s+(?:\.align \d+\s+)?\.(\w+)")
-_KINDS = {"u32": "32-bit integer", "u64": "address or 64-bit integer", "f32": "float32"}
+_PARAM = re.compile(r"\.param\s+(?:\.align \d+\s+)?\.(\w+)\s+\w+(\[\d+\])?")
+_KINDS = {"u32": "32-bit integer", "u64": "address or 64-bit integer", "f32": "float32", "b8[128]": "tensor map"}
 _LOG_LINES = 30
 
 _compiled: dict[str, Compiled] = {}
@@ -73,7 +74,7 @@ class CudaLaunch:
     grid: tuple[int, int, int]
     num_threads: int
     shared_bytes: int  # dynamic shared memory
-    args: dict[str, Any]  # torch.Tensor, int (32 bits), Int64, float, Counter or None
+    args: dict[str, Any]  # torch.Tensor, Tma, int (32 bits), Int64, float, Counter or None
     constants: dict[str, int | str] = field(default_factory=dict)
 
 
@@ -132,7 +133,7 @@ def run(launches: Sequence[CudaLaunch]) -> None:
     """Launches at once, with nothing kept."""
     if not launches:
         return
-    values = [value for launch in launches for value in launch.args.values()]
+    values = [value.tensor if isinstance(value, Tma) else value for launch in launches for value in launch.args.values()]
     tensors = list({id(t): t for t in values if isinstance(t, torch.Tensor)}.values())
     bind(launches, tensors)(*tensors, *(launches[0].args[name] for name in SCALARS))
 
@@ -228,7 +229,7 @@ def _checked_name(launch: CudaLaunch, ptx: str) -> str:
             f"it has {', '.join(entries) or 'none'}."
         )
     params, threads = entries[launch.function]
-    found = [_KINDS.get(kind, kind) for kind in _PARAM.findall(params)]
+    found = [_KINDS.get(kind + size, kind + size) for kind, size in _PARAM.findall(params)]
     wanted = [_expected(value) for value in launch.args.values()]
     if found != wanted:
         raise RuntimeError(
@@ -243,11 +244,13 @@ def _checked_name(launch: CudaLaunch, ptx: str) -> str:
 def _expected(value: Any) -> str:
     if value is None or isinstance(value, (torch.Tensor, Counter, Int64)):
         return _KINDS["u64"]
+    if isinstance(value, Tma):
+        return _KINDS["b8[128]"]
     if isinstance(value, float):
         return _KINDS["f32"]
     if isinstance(value, int) and not isinstance(value, bool):
         return _KINDS["u32"]
-    raise TypeError(f"{value!r} is no argument of a launch; pass a tensor, int, Int64, float, Counter or None.")
+    raise TypeError(f"{value!r} is no argument of a launch; pass a tensor, Tma, int, Int64, float, Counter or None.")
 
 
 # Keys.
@@ -288,7 +291,9 @@ def _kernel(launch: CudaLaunch, device: int, slots: dict[int, int], scalars: dic
     compiled = compile_launch(launch, _arch(device))
     params: list[driver.Param] = []
     for name, value in launch.args.items():
-        if isinstance(value, torch.Tensor):
+        if isinstance(value, Tma):
+            params.append(value.tensor_map(slots[id(value.tensor)]))
+        elif isinstance(value, torch.Tensor):
             params.append(driver.Pointer(slots[id(value)]))
         elif name in scalars:
             params.append(driver.Scalar(scalars[name]))

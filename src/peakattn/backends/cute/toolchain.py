@@ -45,7 +45,7 @@ import torch
 from peakattn.backends import cubin, driver, load
 from peakattn.backends.binding import SCALARS, Bound, meta_tensors, slots_of
 from peakattn.backends.contract import Artifacts
-from peakattn.backends.driver import Counter
+from peakattn.backends.driver import Counter, Tma
 from peakattn.problem import AttentionProblem
 
 _PACKAGE = "nvidia-cutlass-dsl"
@@ -65,23 +65,6 @@ class Int64:
     """An integer argument of 64 bits, such as a stride."""
 
     value: int
-
-
-@dataclass(frozen=True)
-class Tma:
-    """A tensor read or written through a TMA descriptor, in dimensions ``order`` of the tensor, the last one contiguous."""
-
-    tensor: torch.Tensor
-    block_shape: tuple[int, ...]
-    swizzle: int  # CUtensorMapSwizzle: 0 none, 1 32 bytes, 2 64 bytes, 3 128 bytes
-    order: tuple[int, ...] = (0, 2, 1, 3)
-
-    def tensor_map(self, slot: int) -> driver.TensorMap:
-        x = self.tensor.permute(self.order)
-        unit = 16 // x.element_size()
-        # A dimension of one element gets a legal stride, whatever the tensor says.
-        strides = [s if size > 1 else unit for s, size in zip(x.stride()[:-1], x.shape[:-1], strict=True)]
-        return driver.TensorMap(slot, x.dtype, tuple(x.shape), (*strides, 1), self.block_shape, self.swizzle)
 
 
 @dataclass(frozen=True)
