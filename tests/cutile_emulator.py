@@ -67,6 +67,9 @@ class Tile:
     def transpose(self) -> Tile:
         return Tile(self.value.transpose(-1, -2), self.dtype)
 
+    def permute(self, axes: Sequence[int]) -> Tile:
+        return Tile(self.value.permute(tuple(axes)), self.dtype)
+
     def astype(self, dtype: Any) -> Tile:
         if dtype is tfloat32:
             bits = self.value.to(torch.float32).view(torch.int32)
@@ -313,6 +316,14 @@ def reduce_sum(x: Tile, axis: int, keepdims: bool = False) -> Tile:
     return Tile(x.value.sum(axis, keepdim=keepdims, dtype=x.value.dtype))
 
 
+def exp(x: Tile) -> Tile:
+    return Tile(torch.exp(x.value))
+
+
+def log(x: Tile) -> Tile:
+    return Tile(torch.log(x.value))
+
+
 def exp2(x: Tile, flush_to_zero: bool = False) -> Tile:
     return _flushed(torch.exp2(x.value), flush_to_zero)
 
@@ -351,6 +362,7 @@ OPERATIONS: dict[str, Any] = {
     "bitcast": bitcast,
     "bool_": bool_,
     "cdiv": cdiv,
+    "exp": exp,
     "exp2": exp2,
     "float16": float16,
     "float32": float32,
@@ -359,12 +371,14 @@ OPERATIONS: dict[str, Any] = {
     "isnan": isnan,
     "kernel": kernel,
     "load": load,
+    "log": log,
     "log2": log2,
     "max": reduce_max,
     "maximum": maximum,
     "minimum": minimum,
     "mma": mma,
     "num_blocks": num_blocks,
+    "permute": Tile.permute,
     "static_eval": static_eval,
     "static_iter": static_iter,
     "store": store,

@@ -47,6 +47,7 @@ from peakattn.problem import AttentionProblem
 LANGUAGES: dict[str, str] = {
     "triton": "peakattn_lab.ladder.triton",
     "cute": "peakattn_lab.ladder.cute",
+    "cutile": "peakattn_lab.ladder.cutile",
 }
 
 LITERALS = ("IDEA", "PREDICTION", "WHY", "PUBLISHED", "VISITS", "TUNED", "KERNEL")

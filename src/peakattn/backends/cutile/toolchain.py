@@ -185,8 +185,14 @@ def run(launches: Sequence[TileLaunch]) -> None:
 
 def artifacts(kernel: str, problem: AttentionProblem, config: Any, arch: int) -> list[Artifacts]:
     """What the compiler makes of a kernel's tile functions for ``sm_<arch>``; works with no GPU."""
+    softcap = 0.5 if problem.softcap else 0.0
+    return artifacts_of(load(kernel).launches(problem, config, *meta_tensors(problem), 1.0, softcap), arch)
+
+
+def artifacts_of(launches: Sequence[TileLaunch], arch: int) -> list[Artifacts]:
+    """The same of given launches."""
     made = []
-    for launch in load(kernel).launches(problem, config, *meta_tensors(problem), 1.0, 0.5 if problem.softcap else 0.0):
+    for launch in launches:
         compiled = compile_launch(launch, arch)
         entry = next(e for e in cubin.entries(compiled.cubin) if e.name == compiled.name)
         sass = cubin.disassemble(compiled.cubin, _cuobjdump())

@@ -1,0 +1,133 @@
+"""Step 12: the scores of the next tile are begun before the softmax of this one.
+
+Products of wgmma run by themselves until somebody waits for them. In program order a tile's softmax stands between its two
+products, and the compiler keeps that order; here one product of the loop does not need the softmax, and runs under it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Any
+
+import cuda.tile as ct
+import torch
+
+from peakattn.backends.cutile.toolchain import TileLaunch
+from peakattn.device import Device
+from peakattn.problem import AttentionProblem
+from peakattn_lab.ladder.cutile import host
+from peakattn_lab.ladder.cutile.host import Config, reject
+
+__all__ = ["Config", "launch", "prepare", "reject"]
+
+IDEA = "The loop begins the scores of the next tile, then computes the softmax of this one: a product runs under it."
+PREDICTION = (
+    "Full 1.10 to 1.15 x at head_dim 128, and 0.9 of the best rival at 16k: the exponentials of a tile take half "
+    "as long as its products, and one of the two products is now under them. Less causal, where the loop without "
+    "a mask is short."
+)
+WHY = ""
+PUBLISHED: dict[str, str] = {}
+VISITS = "visible"
+TUNED = True
+
+
+def default_config(problem: AttentionProblem, device: Device) -> Config:
+    return Config(128, 128 if problem.head_dim <= 128 else 64, occupancy=1, num_worker_warps=8)
+
+
+def search_space(problem: AttentionProblem, device: Device) -> Iterable[Config]:
+    yield default_config(problem, device)
+    for block_m, block_n, occupancy in ((128, 128, 1), (128, 64, 1), (128, 256, 1), (128, 64, 2)):
+        yield Config(block_m, block_n, occupancy, num_worker_warps=8)
+
+
+def scores(q_tile, k, batch, head_kv, n_block, BLOCK_M, BLOCK_N, BLOCK_D):
+    k_tile = ct.load(
+        k, index=(batch, head_kv, 0, n_block), shape=(1, 1, BLOCK_D, BLOCK_N), order=(0, 1, 3, 2),
+        padding_mode=ct.PaddingMode.ZERO, latency=2,
+    ).reshape((BLOCK_D, BLOCK_N))  # fmt: skip
+    return ct.mma(q_tile, k_tile, ct.zeros((BLOCK_M, BLOCK_N), dtype=ct.float32))
+
+
+def absorb(s, v, batch, head_kv, n_block, m_i, l_i, acc, qk_scale, BLOCK_N, BLOCK_D):
+    """The running maximum, sum and output after the scores of one more tile."""
+    m_new = ct.maximum(m_i, ct.max(s, 1, keepdims=True) * qk_scale)
+    origin = ct.where(m_new == -math.inf, 0.0, m_new)  # no key seen yet: -inf - -inf would be NaN
+    p = ct.exp2(s * qk_scale - origin, flush_to_zero=True)
+    alpha = ct.exp2(m_i - origin, flush_to_zero=True)
+    v_tile = ct.load(
+        v, index=(batch, head_kv, n_block, 0), shape=(1, 1, BLOCK_N, BLOCK_D), padding_mode=ct.PaddingMode.ZERO, latency=4
+    ).reshape((BLOCK_N, BLOCK_D))
+    acc = ct.mma(p.astype(v.dtype), v_tile, acc * alpha)
+    return m_new, l_i * alpha + ct.sum(p, 1, keepdims=True), acc
+
+
+@ct.kernel
+def attention_fwd_kernel(
+    q, k, v, out, lse, softmax_scale, offset, GROUP, BLOCK_D, BLOCK_M, BLOCK_N, CAUSAL, EVEN_N, STORE_LSE
+):  # fmt: skip
+    seqlen_k = k.shape[2]
+    num_m_blocks = ct.cdiv(q.shape[2], BLOCK_M)
+    m_block = ct.bid(0) % num_m_blocks
+    if CAUSAL:
+        m_block = num_m_blocks - 1 - m_block
+    head = ct.bid(0) // num_m_blocks
+    batch = head // q.shape[1]
+    head_q = head % q.shape[1]
+    head_kv = head_q // GROUP
+
+    rows = m_block * BLOCK_M + offset + ct.arange(BLOCK_M, dtype=ct.int32)[:, None]
+    columns = ct.arange(BLOCK_N, dtype=ct.int32)[None, :]
+    qk_scale = softmax_scale * 1.4426950408889634
+    m_i = ct.full((BLOCK_M, 1), -math.inf, dtype=ct.float32)
+    l_i = ct.zeros((BLOCK_M, 1), dtype=ct.float32)
+    acc = ct.zeros((BLOCK_M, BLOCK_D), dtype=ct.float32)
+    q_tile = ct.load(
+        q, index=(batch, head_q, m_block, 0), shape=(1, 1, BLOCK_M, BLOCK_D), padding_mode=ct.PaddingMode.ZERO
+    ).reshape((BLOCK_M, BLOCK_D))
+    end = ct.cdiv(seqlen_k, BLOCK_N)
+    if CAUSAL:
+        end = ct.minimum(end, ct.cdiv(ct.maximum((m_block + 1) * BLOCK_M + offset, 0), BLOCK_N))
+    full = seqlen_k // BLOCK_N
+    if CAUSAL:
+        full = ct.minimum(full, ct.maximum(m_block * BLOCK_M + offset + 1, 0) // BLOCK_N)
+    if full > 0:
+        s = scores(q_tile, k, batch, head_kv, 0, BLOCK_M, BLOCK_N, BLOCK_D)
+        for n_block in range(full - 1):
+            s_next = scores(q_tile, k, batch, head_kv, n_block + 1, BLOCK_M, BLOCK_N, BLOCK_D)
+            m_i, l_i, acc = absorb(s, v, batch, head_kv, n_block, m_i, l_i, acc, qk_scale, BLOCK_N, BLOCK_D)
+            s = s_next
+        m_i, l_i, acc = absorb(s, v, batch, head_kv, full - 1, m_i, l_i, acc, qk_scale, BLOCK_N, BLOCK_D)
+    if CAUSAL or not EVEN_N:
+        for n_block in range(full, end):
+            s = scores(q_tile, k, batch, head_kv, n_block, BLOCK_M, BLOCK_N, BLOCK_D)
+            keys = n_block * BLOCK_N + columns
+            visible = keys < seqlen_k
+            if CAUSAL:
+                visible = visible & (keys <= rows)
+            s = ct.where(visible, s, -math.inf)
+            m_i, l_i, acc = absorb(s, v, batch, head_kv, n_block, m_i, l_i, acc, qk_scale, BLOCK_N, BLOCK_D)
+
+    total = ct.where(l_i == 0.0, 1.0, l_i)  # a row that sees no key has acc 0
+    acc = ct.truediv(acc, total, flush_to_zero=True, rounding_mode=ct.RoundingMode.APPROX)
+    ct.store(out, index=(batch, head_q, m_block, 0), tile=acc.astype(out.dtype).reshape((1, 1, BLOCK_M, BLOCK_D)))
+    if STORE_LSE:
+        ct.store(lse, index=(batch, head_q, m_block), tile=((m_i + ct.log2(l_i)) * 0.6931471805599453).reshape((1, 1, BLOCK_M)))
+
+
+def _device_code() -> Any:
+    from peakattn_lab.ladder.cutile.step12_overlap import attention_fwd_kernel
+
+    return attention_fwd_kernel
+
+
+def launches(
+    problem: AttentionProblem, config: Config, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor,
+    lse: torch.Tensor | None, softmax_scale: float, softcap: float,
+) -> list[TileLaunch]:  # fmt: skip
+    return host.launch_of(_device_code, problem, config, q, k, v, out, lse, softmax_scale)
+
+
+launch, prepare = host.entry_points(launches)
