@@ -138,9 +138,19 @@ H200 = Device.named("h200")
         (128, {}),
         (256, {"window_right": None}),
         (192, {"window_left": 1000, "dtype": torch.float16}),
+        (64, {"seqlen_q": 9, "num_heads_kv": 4}),
+        (64, {"seqlen_q": 9, "num_heads_kv": 2, "window_right": None}),
+        (128, {"seqlen_q": 9, "num_heads_q": 28, "num_heads_kv": 4, "window_left": 2000}),
+        (128, {"seqlen_q": 48, "num_heads_kv": 4, "batch": 64, "window_right": None}),
+        (256, {"seqlen_q": 16, "num_heads_kv": 4}),
+        (256, {"seqlen_q": 16, "num_heads_kv": 4, "window_right": None, "return_lse": False}),
     ],
-    ids=["64-causal-1k", "64-full", "128-causal", "256-full", "192-window-fp16"],
-)
+    ids=[
+        "64-causal-1k", "64-full", "128-causal", "256-full", "192-window-fp16",
+        "64-causal-4-heads", "64-full-8-heads", "128-window-7-heads", "128-full-4-heads-2-consumers", "256-causal-4-heads",
+        "256-full-4-heads",
+    ],
+)  # fmt: skip
 def test_default_configs_of_fwd_sm90_keep_their_products_in_flight(head_dim: int, change: dict[str, object]) -> None:
     problem = dataclasses.replace(of_dim(head_dim), **change)  # type: ignore[arg-type]
     config = fwd_sm90.default_config(problem, H200)
@@ -159,6 +169,9 @@ def test_default_configs_of_fwd_sm90_keep_their_products_in_flight(head_dim: int
     boxes = head_dim // 64
     assert made.opcodes["UTMALDG"] == boxes * (2 + 2 + config.num_consumers), "K and V at two places, Q for each consumer"
     assert made.opcodes["UTMASTG"] == boxes
+    assert config.pack_heads == (problem.group > 1)
+    assert made.ptx is not None
+    assert made.ptx.count("cp.async.bulk.tensor.5d") == (boxes * (config.num_consumers + 1) if config.pack_heads else 0)
     # A compiler that cannot follow products in flight waits for each of them.
     assert made.sass is not None
     assert made.sass.count("WARPGROUP.DEPBAR") <= 2 + 3 * (steps - 1)
@@ -175,8 +188,10 @@ def test_the_default_of_fwd_sm90_for_every_head_dim_fits() -> None:
         for head_dim_v in {head_dim, 64, 96, 256}:
             for seqlen_q in (1, 1024, 4096):
                 problem = dataclasses.replace(of_dim(head_dim, head_dim_v), seqlen_q=seqlen_q, seqlen_k=max(seqlen_q, 64))
-                config = fwd_sm90.default_config(problem, H200)
-                assert fwd_sm90.misfit(problem, config, H200) is None, (head_dim, head_dim_v, config)
+                for kv in (16, 4, 1):
+                    grouped = dataclasses.replace(problem, num_heads_kv=kv)
+                    config = fwd_sm90.default_config(grouped, H200)
+                    assert fwd_sm90.misfit(grouped, config, H200) is None, (head_dim, head_dim_v, config)
 
 
 @pytest.mark.parametrize(

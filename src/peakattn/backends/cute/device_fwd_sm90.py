@@ -38,6 +38,7 @@ class Forward:
     block_n: int
     num_consumers: int
     num_stages: int
+    heads_per_tile: int  # of a group, packed: row r is position r // heads_per_tile of head r % heads_per_tile; 1: none
     schedule: str
     pingpong: bool
     separate_out: bool
@@ -52,10 +53,20 @@ class Forward:
         """A block takes several tiles."""
         return self.schedule != "single"
 
+    @property
+    def positions(self) -> int:
+        """Query positions of a consumer."""
+        return _ROWS // self.heads_per_tile
+
+    @property
+    def idle(self) -> int:
+        """Rows of a consumer that no whole position fills: a group that does not divide 64 leaves some."""
+        return _ROWS % self.heads_per_tile
+
     @cute.jit
     def __call__(
         self, q_map, k_map, v_map, out_map, q, k, v, lse,
-        seqlen_q, seqlen_k, head_dim, head_dim_v, num_heads_q, group, total_heads,
+        seqlen_q, seqlen_k, head_dim, head_dim_v, num_heads, group, total_heads,
         num_m_blocks, num_tiles, heads_per_section, left, right,
         q_batch, q_row, q_head, k_batch, k_row, k_head, v_batch, v_row, v_head, counter,
         softmax_scale, softcap,
@@ -68,14 +79,15 @@ class Forward:
             _tiles(kind, _ROWS, self.dim_v, self.num_consumers),
         )
         load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
-        tma_q, mQ = _tma(load, q_map, layouts[0])
+        packed = self.heads_per_tile > 1
+        tma_q, mQ = _tma(load, q_map, layouts[0], packed=packed)
         tma_k, mK = _tma(load, k_map, layouts[1])
         tma_v, mV = _tma(load, v_map, layouts[2])
-        tma_out, mO = _tma(store, out_map, layouts[3])
+        tma_out, mO = _tma(store, out_map, layouts[3], packed=packed)
         self.attention_fwd_kernel.set_name_prefix("attention_fwd_kernel", remove_cutlass_symbol=True, keep_mangled_name=False)
         self.attention_fwd_kernel(
             tma_q, mQ, tma_k, mK, tma_v, mV, tma_out, mO, q, k, v, lse,
-            seqlen_q, seqlen_k, head_dim, head_dim_v, num_heads_q, group, total_heads,
+            seqlen_q, seqlen_k, head_dim, head_dim_v, num_heads, group, total_heads,
             num_m_blocks, num_tiles, heads_per_section, left, right,
             q_batch, q_row, q_head, k_batch, k_row, k_head, v_batch, v_row, v_head, counter, softmax_scale, softcap, layouts,
         ).launch(
@@ -88,7 +100,7 @@ class Forward:
     @cute.kernel
     def attention_fwd_kernel(
         self, tma_q, mQ, tma_k, mK, tma_v, mV, tma_out, mO, q, k, v, lse,
-        seqlen_q, seqlen_k, head_dim, head_dim_v, num_heads_q, group, total_heads,
+        seqlen_q, seqlen_k, head_dim, head_dim_v, num_heads, group, total_heads,
         num_m_blocks, num_tiles, heads_per_section, left, right,
         q_batch, q_row, q_head, k_batch, k_row, k_head, v_batch, v_row, v_head, counter, softmax_scale, softcap, layouts,
     ):  # fmt: skip
@@ -130,10 +142,12 @@ class Forward:
                     cute.arch.mbarrier_init(bars.tile_full + i, 1)
                     cute.arch.mbarrier_init(bars.tile_empty + i, 4 * self.num_consumers)
             cute.arch.mbarrier_init_fence()
+        if const_expr(self.idle):
+            self.clear_idle_rows(sQ)
         cute.arch.sync_threads()
 
         sizes = SimpleNamespace(
-            seqlen_q=seqlen_q, seqlen_k=seqlen_k, num_heads_q=num_heads_q, group=group, total_heads=total_heads,
+            seqlen_q=seqlen_q, seqlen_k=seqlen_k, num_heads=num_heads, group=group, total_heads=total_heads,
             num_m_blocks=num_m_blocks, num_tiles=num_tiles, heads_per_section=heads_per_section, left=left, right=right,
             head_dim=head_dim, head_dim_v=head_dim_v,
         )  # fmt: skip
@@ -150,11 +164,20 @@ class Forward:
             consumer = cute.arch.make_warp_uniform(warp_index // 4 - 1)
             self.consume(tma_out, mO, raw, lse, sQ, sK, sV, sO, bars, sizes, qk_scale, cap_scale, consumer)
 
+    @cute.jit
+    def clear_idle_rows(self, sQ):
+        """No load ever fills these rows, and what memory holds must not look like a row that went wrong."""
+        first = _ROWS - self.idle
+        for i in cutlass.range(cute.arch.thread_idx()[0], self.idle * self.dim, 128 * (self.num_consumers + 1), unroll=1):
+            for c in cutlass.range_constexpr(self.num_consumers):
+                sQ[first + i // self.dim, i % self.dim, c] = _CUTE_DTYPES[self.dtype](0.0)
+        cute.arch.fence_view_async_shared()
+
     # Which tile, and which keys it sees.
 
     @cute.jit
     def place(self, tile, sizes):
-        """Row block, head and batch entry of a tile.
+        """Row block, head (kv head where heads are packed) and batch entry of a tile.
 
         Tiles go section by section, a section being the heads whose K and V share L2, and in a section longest first.
         """
@@ -166,8 +189,8 @@ class Forward:
         batch_head = first_head + rest - m_block * heads
         if const_expr(self.longest_first):
             m_block = sizes.num_m_blocks - 1 - m_block
-        batch = batch_head // sizes.num_heads_q
-        return m_block, batch_head - batch * sizes.num_heads_q, batch
+        batch = batch_head // sizes.num_heads
+        return m_block, batch_head - batch * sizes.num_heads, batch
 
     @cute.jit
     def ask(self, counter):
@@ -194,10 +217,10 @@ class Forward:
 
     @cute.jit
     def block_range(self, m_offset, sizes):
-        """Key tiles that some row of the block sees: [n_block_min, n_block_max)."""
+        """Key tiles that some row of the block, whose first position is ``m_offset``, sees: [n_block_min, n_block_max)."""
         n_end = sizes.seqlen_k
         if const_expr(sizes.right is not None):
-            n_end = cutlass.min(n_end, cutlass.max(m_offset + _ROWS * self.num_consumers + sizes.right, 0))
+            n_end = cutlass.min(n_end, cutlass.max(m_offset + self.positions * self.num_consumers + sizes.right, 0))
         n_block_max = (n_end + self.block_n - 1) // self.block_n
         n_block_min = Int32(0)
         if const_expr(sizes.left is not None):
@@ -216,18 +239,18 @@ class Forward:
         tile = cute.arch.block_idx()[0]
         while tile < sizes.num_tiles:
             m_block, head, batch = self.place(tile, sizes)
-            m_offset = m_block * (_ROWS * self.num_consumers)
+            m_offset = m_block * (self.positions * self.num_consumers)
             n_block_min, n_block_max = self.block_range(m_offset, sizes)
             head_kv = head // sizes.group
-            gQ, tQ = _partition(tma_q, mQ, sQ, head, batch)
-            gK, tK = _partition(tma_k, mK, sK, head_kv, batch)
-            gV, tV = _partition(tma_v, mV, sV, head_kv, batch)
+            gK, tK = _partition(tma_k, mK[None, None, head_kv, batch], sK)
+            gV, tV = _partition(tma_v, mV[None, None, head_kv, batch], sV)
             if n_block_min < n_block_max:
                 self.fetch(tma_k, gK, tK, n_block_max - 1, bars.k_full, bars.k_empty, k_stage, k_phase)
                 k_stage, k_phase = _advance(k_stage, k_phase, self.num_stages)
             for c in cutlass.range_constexpr(self.num_consumers):
                 n = m_block * self.num_consumers + c
-                self.fetch(tma_q, gQ, tQ, n, bars.q_full, bars.q_empty, Int32(c), q_phase)
+                gQ, tQ, n = self.partition_rows(tma_q, mQ, sQ, head, batch, n)
+                self.fetch(tma_q, gQ, tQ, n, bars.q_full, bars.q_empty, Int32(c), q_phase, idle=self.idle)
             q_phase ^= 1
             if n_block_min < n_block_max:
                 for i in cutlass.range(n_block_max - n_block_min - 1, unroll=1):
@@ -259,14 +282,20 @@ class Forward:
         if const_expr(self.several and not self.separate_out):
             cute.arch.mbarrier_wait(bars.out_empty, phase)
 
-    def fetch(self, tma, gX, sX, n, full, empty, stage, phase):
-        """One tile by TMA into slot ``stage`` of its ring, once that is free."""
+    def fetch(self, tma, gX, sX, n, full, empty, stage, phase, *, idle=0):
+        """One tile, but for ``idle`` of 64 rows, by TMA into slot ``stage`` of its ring, once that is free."""
         cute.arch.mbarrier_wait(empty + stage, phase)
+        num_bytes = cute.size_in_bytes(_CUTE_DTYPES[self.dtype], sX[None, 0].layout)
         with cute.arch.elect_one():
-            cute.arch.mbarrier_arrive_and_expect_tx(
-                full + stage, cute.size_in_bytes(_CUTE_DTYPES[self.dtype], sX[None, 0].layout)
-            )
+            cute.arch.mbarrier_arrive_and_expect_tx(full + stage, num_bytes * (_ROWS - idle) // _ROWS)
         cute.copy(tma, gX[None, n], sX[None, stage], tma_bar_ptr=full + stage)
+
+    def partition_rows(self, tma, tensor, shared, head, batch, n):
+        """Tiles of Q or of the output as TMA copies them, and the index under which they have the rows of consumer ``n``."""
+        if self.heads_per_tile == 1:
+            return *_partition(tma, tensor[None, None, head, batch], shared), n
+        rows = cute.domain_offset(((0, n * self.positions), 0), tensor[None, None, head, batch])
+        return *_partition(tma, rows, shared), 0
 
     # The consumers.
 
@@ -294,7 +323,7 @@ class Forward:
         at = SimpleNamespace(
             mma_qk=mma_qk, mma_pv=mma_pv, tQ=tQ, tK=tK, tV=tV, scores=scores, acc=acc, p=p, m_i=m_i, l_i=l_i, origin=origin,
             alpha=alpha, sQ=sQ, sK=sK, bars=bars, qk_scale=qk_scale, cap_scale=cap_scale, consumer=consumer, lane=lane,
-            warp_in_group=warp_in_group, sizes=sizes,
+            warp_in_group=warp_in_group, first_row=first_row, sizes=sizes,
         )  # fmt: skip
 
         if const_expr(self.pingpong):
@@ -304,10 +333,10 @@ class Forward:
         tile = cute.arch.block_idx()[0]
         while tile < sizes.num_tiles:
             m_block, head, batch = self.place(tile, sizes)
-            block_offset = m_block * (_ROWS * self.num_consumers)
+            block_offset = m_block * (self.positions * self.num_consumers)
             n_block_min, n_block_max = self.block_range(block_offset, sizes)
-            m_offset = block_offset + consumer * _ROWS
-            row = m_offset + first_row
+            m_offset = block_offset + consumer * self.positions
+            row = m_offset + first_row if const_expr(self.heads_per_tile == 1) else m_offset
             m_i.fill(-Float32.inf)
             l_i.fill(0.0)
             acc.fill(0.0)
@@ -332,7 +361,7 @@ class Forward:
                     right_end = cutlass.max(cutlass.min(sees // self.block_n, n_block), n_block_min)
                 left_end = n_block_min
                 if const_expr(sizes.left is not None):
-                    hidden = cutlass.max(m_offset + _ROWS - 1 - sizes.left, 0)
+                    hidden = cutlass.max(m_offset + self.positions - 1 - sizes.left, 0)
                     left_end = cutlass.min(cutlass.max((hidden + self.block_n - 1) // self.block_n, n_block_min), right_end)
                 if const_expr(sizes.right is not None):
                     for i in cutlass.range(n_block - right_end, unroll=1):
@@ -438,6 +467,10 @@ class Forward:
         """Row ``r`` of the two, eight apart, of which a thread has columns in an accumulator: [2, half of its columns]."""
         return cute.make_tensor(fragment.iterator + 2 * r, cute.make_layout((2, cute.size(fragment) // 4), stride=(1, 4)))
 
+    def position(self, at, row, r):
+        """Query position of row ``r`` of this thread's two; ``row`` is that of its first row, or of its tile's if packed."""
+        return row + 8 * r if self.heads_per_tile == 1 else row + (at.first_row + 8 * r) // self.heads_per_tile
+
     def exponentials(self, at, r, origin):
         """P of row ``r`` in place of its scores; returns the sum over this thread's columns."""
         row = self.row_of(at.scores, r)
@@ -507,7 +540,7 @@ class Forward:
         """Scores of keys that a row does not see become -inf, whatever they are."""
         column = n_block * self.block_n + 2 * (at.lane % 4)
         for r in cutlass.range_constexpr(2):
-            m = row + 8 * r
+            m = self.position(at, row, r)
             end = at.sizes.seqlen_k
             if const_expr(at.sizes.right is not None):
                 end = cutlass.min(end, m + at.sizes.right + 1)
@@ -567,9 +600,9 @@ class Forward:
             total = total + cute.arch.shuffle_sync_bfly(total, offset=2)
             at.alpha[r] = 0.0 if total == 0.0 else cute.arch.rcp_approx(total)
             if const_expr(lse is not None):
-                m = row + 8 * r
-                if at.lane % 4 == 0 and m < sizes.seqlen_q:
-                    place = (Int64(batch) * sizes.num_heads_q + head) * sizes.seqlen_q + m
+                m = self.position(at, row, r)
+                if at.lane % 4 == 0 and self.is_row(at.first_row + 8 * r, m, sizes):
+                    place = self.place_of_lse(at.first_row + 8 * r, m, head, batch, sizes)
                     value = (at.m_i[r] * at.qk_scale + cute.math.log2(total, fastmath=True)) * _LN_2
                     cute.make_tensor(lse + place, cute.make_layout(1))[0] = value if total != 0.0 else -Float32.inf
         self.rescale(at)
@@ -597,12 +630,26 @@ class Forward:
         cute.arch.fence_view_async_shared()
         cute.arch.barrier(barrier_id=own, number_of_threads=128)
         if at.warp_in_group == 0:
-            gO, tO = _partition(tma_out, mO, sO, head, batch)
-            cute.copy(tma_out, tO[None, at.consumer], gO[None, m_block * self.num_consumers + at.consumer])
+            n = m_block * self.num_consumers + at.consumer
+            gO, tO, n = self.partition_rows(tma_out, mO, sO, head, batch, n)
+            cute.copy(tma_out, tO[None, at.consumer], gO[None, n])
             cute.arch.cp_async_bulk_commit_group()
             if const_expr(self.several and not self.separate_out):
                 cute.arch.cp_async_bulk_wait_group(0, read=True)
                 self.release(at.bars.out_empty, at.lane)
+
+    def is_row(self, local, m, sizes):
+        """Whether row ``local`` of a consumer, at position ``m``, is one of the problem's."""
+        inside = m < sizes.seqlen_q
+        return inside & (local < _ROWS - self.idle) if self.idle else inside
+
+    def query_head(self, local, head):
+        """Query head of a consumer's row ``local`` in a tile of ``head``."""
+        return head if self.heads_per_tile == 1 else head * self.heads_per_tile + local % self.heads_per_tile
+
+    def place_of_lse(self, local, m, head, batch, sizes):
+        heads = sizes.num_heads if self.heads_per_tile == 1 else sizes.num_heads * self.heads_per_tile
+        return (Int64(batch) * heads + self.query_head(local, head)) * sizes.seqlen_q + m
 
     @cute.jit
     def repair(self, at, raw, lse, sO, m_offset, head, batch):
@@ -616,15 +663,15 @@ class Forward:
         cute.arch.sync_warp()
         for i in cutlass.range(16, unroll=1):
             local = at.warp_in_group * 16 + i
-            m = m_offset + local
-            if m < sizes.seqlen_q:
+            m = m_offset + local // self.heads_per_tile if const_expr(self.heads_per_tile > 1) else m_offset + local
+            if self.is_row(local, m, sizes):
                 first, end = Int32(0), sizes.seqlen_k
                 if const_expr(sizes.left is not None):
                     first = cutlass.max(m - sizes.left, 0)
                 if const_expr(sizes.right is not None):
                     end = cutlass.min(end, m + sizes.right + 1)
                 q_row, out_row = (cute.make_rmem_tensor(d // 32, Float32) for d in (self.dim, self.dim_v))
-                self.load_row(q_row, raw[0], batch, m, head, sizes.head_dim, at.lane)
+                self.load_row(q_row, raw[0], batch, m, self.query_head(local, head), sizes.head_dim, at.lane)
                 out_row.fill(0.0)
                 m_i, l_i = -Float32.inf, Float32(0.0)
                 for key in cutlass.range(first, end, unroll=1):
@@ -650,7 +697,7 @@ class Forward:
                     sO[local, at.lane + 32 * e, at.consumer] = kind(out_row[e] * inverse)
                 if const_expr(lse is not None):
                     if at.lane == 0:
-                        place = (Int64(batch) * sizes.num_heads_q + head) * sizes.seqlen_q + m
+                        place = self.place_of_lse(local, m, head, batch, sizes)
                         value = (m_i * at.qk_scale + cute.math.log2(l_i, fastmath=True)) * _LN_2
                         cute.make_tensor(lse + place, cute.make_layout(1))[0] = value if l_i != 0.0 else -Float32.inf
 
@@ -671,13 +718,16 @@ def _tiles(kind: Any, rows: int, width: int, count: int) -> Any:
     return cute.tile_to_shape(atom, (rows, width, count), order=(0, 1, 2))
 
 
-def _tma(op: Any, pointer: Any, layout: Any) -> Any:
+def _tma(op: Any, pointer: Any, layout: Any, *, packed: bool = False) -> Any:
     """The copy atom of a tensor, whose descriptor is a kernel parameter, and its coordinates.
 
-    The launch brings the descriptor, so the shape here only has to be static and to have more than one tile.
+    The launch brings the descriptor, so the shape here only has to be static and to have more than one tile.  Packed rows
+    are (head of a group, position), whatever the group: the size of the box, too, is the descriptor's.
     """
     rows, width = cute.size(layout, mode=[0]), cute.size(layout, mode=[1])
     shape = cute.make_layout((1 << 20, width, 2, 2), stride=(8 * width, 1, width, 8 * width))
+    if packed:
+        shape = cute.make_layout(((2, 1 << 20), width, 2, 2), stride=((width, 8 * width), 1, 2 * width, 8 * width))
     return cpasync.make_tiled_tma_atom(op, cute.make_tensor(pointer, shape), cute.select(layout, mode=[0, 1]), (rows, width))
 
 
@@ -689,10 +739,10 @@ def _allocate(memory: SmemAllocator, kind: Any, layout: Any) -> Any:
     return _view(memory.allocate_array(kind, cute.cosize(layout.outer), byte_alignment=1024), kind, layout)
 
 
-def _partition(tma: Any, tensor: Any, shared: Any, head: Any, batch: Any) -> Any:
+def _partition(tma: Any, tensor: Any, shared: Any) -> Any:
     """Tiles of one head in global memory and in shared memory, as TMA copies them: [tile, number of the tile]."""
     rows, width = shared.shape[0], shared.shape[1]
-    tiles = cute.local_tile(tensor[None, None, head, batch], (cute.size(rows), cute.size(width)), (None, 0))
+    tiles = cute.local_tile(tensor, (cute.size(rows), cute.size(width)), (None, 0))
     inner, outer = cpasync.tma_partition(
         tma, 0, cute.make_layout(1), cute.group_modes(shared, 0, 2), cute.group_modes(tiles, 0, 2)
     )

@@ -18,6 +18,11 @@ would lose range.  A warp in which that happened, which is rare, computes its sc
 the true maximum, and moves the origin.  FlashAttention-4 skips small rescales of O, after it looked for the maximum
 (arXiv 2603.05451); leaving out the maximum itself goes one step further.
 
+With ``pack_heads`` a tile's rows are those of all query heads of a group: row r of a consumer is position r // group of head
+r % group, so one pass over K and V serves the group.  A TMA descriptor of five dimensions (columns, head of the group,
+position, kv head, batch) brings the rows in that order, and takes the output back.  A group that does not divide 64 leaves
+rows idle.  FlashAttention-3 has the idea as PackGQA, and gathers the rows by addresses where we let TMA do it.
+
 A masked score is replaced, never multiplied, so K may hold anything where it is masked.  P is 0 there, and 0 * V is NaN
 when V holds NaN or inf: rows whose output has one are computed again, key by key, from visible keys alone.
 
@@ -26,6 +31,7 @@ Takes float16 and bfloat16, tensors that TMA can address, head_dim up to 256.
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -37,7 +43,7 @@ from peakattn.backends import tiles
 from peakattn.backends.binding import Bound
 from peakattn.backends.cute import toolchain
 from peakattn.backends.cute.toolchain import CuteLaunch, Int64, Tma
-from peakattn.backends.driver import Counter
+from peakattn.backends.driver import Counter, TensorMap
 from peakattn.device import Device
 from peakattn.problem import AttentionProblem
 
@@ -54,7 +60,8 @@ class Config:
 
     ``pingpong``: consumers take turns to issue products. ``schedule``: "single" gives each block one tile; "static" and
     "dynamic" start as many blocks as the GPU holds, and a block goes on to a tile that is fixed, or that is next in turn.
-    ``separate_out``: output has shared memory of its own; without, it passes through the ring of V.
+    ``separate_out``: output has shared memory of its own; without, it passes through the ring of V. ``pack_heads``: the
+    query heads of a group share tiles.
     """
 
     block_m: int
@@ -64,6 +71,7 @@ class Config:
     pingpong: bool = False
     schedule: str = "single"
     separate_out: bool = False
+    pack_heads: bool = False
 
     def __post_init__(self) -> None:
         if self.block_m not in (64, 128, 192):
@@ -89,6 +97,20 @@ class Config:
         """Warpgroups that multiply, each with 64 rows."""
         return self.block_m // 64
 
+    def positions(self, group: int) -> int:
+        """Query positions of a tile for ``group`` query heads a kv head: a position's heads stay in one consumer."""
+        return self.num_consumers * (64 // group) if self.pack_heads else self.block_m
+
+
+@dataclass(frozen=True)
+class GroupedTma(Tma):
+    """A TMA descriptor over [batch, seqlen, kv head, head of its group, head_dim], seen in a tensor with query heads."""
+
+    group: int = 1
+
+    def tensor_map(self, slot: int) -> TensorMap:
+        return Tma(self.tensor.unflatten(2, (-1, self.group)), self.block_shape, self.swizzle, self.order).tensor_map(slot)
+
 
 def reject(problem: AttentionProblem, device: Device) -> str | None:
     """Why this kernel does not take the problem, or None."""
@@ -106,12 +128,26 @@ def reject(problem: AttentionProblem, device: Device) -> str | None:
 
 
 def default_config(problem: AttentionProblem, device: Device) -> Config:
-    """The fastest or near it in each class of the sweeps of 2026-11-29 on an H200, bf16; see the notebook."""
+    """The fastest or near it in each class of the sweeps of 2026-11-29 on an H200, bf16; see the notebook.
+
+    Heads are packed where that takes away at least a quarter of the tiles, since each tile reads all its K and V anew.  Tiles
+    are of 64 rows then, unless that makes several for a group and more than there are SMs: larger ones read less.
+    """
     dim = max(_tile_widths(problem))
-    short = problem.seqlen_k < 2048
-    if problem.seqlen_q <= 64:
-        # One consumer: a second would have no rows.
-        return Config(block_m=64, block_n=128 if dim <= 128 else 64, schedule="dynamic")
+    small = Config(block_m=64, block_n=128 if dim <= 128 else 64, schedule="dynamic")  # one consumer
+    usual = _long_default(problem)
+    plain = small if problem.seqlen_q <= 64 else usual
+    if _unpackable(problem) is not None:
+        return plain
+    packed = dataclasses.replace(small, pack_heads=True)
+    if problem.seqlen_q > packed.positions(problem.group) and _num_tiles(problem, packed) > device.num_sms:
+        packed = dataclasses.replace(usual, pack_heads=True)
+    return packed if 4 * _num_tiles(problem, packed) <= 3 * _num_tiles(problem, plain) else plain
+
+
+def _long_default(problem: AttentionProblem) -> Config:
+    """The default for queries that fill tiles by themselves."""
+    dim, short = max(_tile_widths(problem)), problem.seqlen_k < 2048
     if dim == 64 and short:
         return Config(64, 64, num_stages=3, occupancy=3, schedule="dynamic", separate_out=True)
     if dim == 64:
@@ -129,7 +165,8 @@ def default_config(problem: AttentionProblem, device: Device) -> Config:
 
 def search_space(problem: AttentionProblem, device: Device) -> Iterable[Config]:
     """Every config of these knobs that fits the shared memory and the registers of an SM."""
-    for block_m, block_n, num_stages, occupancy, pingpong, schedule, separate_out in itertools.product(
+    packing = (False, True) if _unpackable(problem) is None else (False,)
+    for block_m, block_n, num_stages, occupancy, pingpong, schedule, separate_out, pack_heads in itertools.product(
         (64, 128, 192),
         (64, 80, 96, 112, 128, 144, 160, 176, 192),
         (2, 3, 4),
@@ -137,16 +174,19 @@ def search_space(problem: AttentionProblem, device: Device) -> Iterable[Config]:
         (False, True),
         SCHEDULES,
         (False, True),
+        packing,
     ):
         if (pingpong and block_m == 64) or (not separate_out and num_stages * block_n < block_m):
             continue
-        config = Config(block_m, block_n, num_stages, occupancy, pingpong, schedule, separate_out)
+        config = Config(block_m, block_n, num_stages, occupancy, pingpong, schedule, separate_out, pack_heads)
         if misfit(problem, config, device) is None:
             yield config
 
 
 def misfit(problem: AttentionProblem, config: Config, device: Device) -> str | None:
-    """Why a config cannot run, or None: shared memory, registers of a consumer thread."""
+    """Why a config cannot run, or None: heads to pack, shared memory, registers of a consumer thread."""
+    if config.pack_heads and (reason := _unpackable(problem)) is not None:
+        return reason
     shared, limit = shared_bytes(problem, config), min(device.smem_per_block, device.smem_per_sm // config.occupancy - 1024)
     if shared > limit:
         return (
@@ -156,6 +196,21 @@ def misfit(problem: AttentionProblem, config: Config, device: Device) -> str | N
     if needed > given:
         return f"{config} needs about {needed} registers in a consumer thread and {given} are there; take smaller tiles"
     return None
+
+
+def _unpackable(problem: AttentionProblem) -> str | None:
+    """Why the query heads of a group cannot share tiles, or None."""
+    if 1 < problem.group <= 64:
+        return None
+    return (
+        f"pack_heads puts the 2 to 64 query heads of a kv head into the 64 rows of a consumer, and here a kv head has "
+        f"{problem.group}; give pack_heads=False"
+    )
+
+
+def _num_tiles(problem: AttentionProblem, config: Config) -> int:
+    heads = problem.num_heads_kv if config.pack_heads else problem.num_heads_q
+    return problem.batch * heads * -(-problem.seqlen_q // config.positions(problem.group))
 
 
 def shared_bytes(problem: AttentionProblem, config: Config) -> int:
@@ -202,17 +257,20 @@ def launches(
     """The one launch of this kernel; nothing when there is no output."""
     if problem.empty:
         return []
+    if config.pack_heads and (reason := _unpackable(problem)) is not None:
+        raise ValueError(f"{reason}.")
     dim, dim_v = _tile_widths(problem)
     left, right = tiles.edges(problem)
     masked = left is not None or right is not None
-    num_m_blocks = -(-problem.seqlen_q // config.block_m)
-    total_heads = problem.batch * problem.num_heads_q
-    num_tiles = num_m_blocks * total_heads
+    # Heads of tiles: packed, a tile belongs to a kv head and has all query heads of its group.
+    pack = problem.group if config.pack_heads else 1
+    total_heads = problem.batch * problem.num_heads_q // pack
+    num_tiles = _num_tiles(problem, config)
     args: dict[str, Any] = {
-        "q_map": _tma(q, 64, dim),
+        "q_map": _tma(q, 64, dim, pack),
         "k_map": _tma(k, config.block_n, dim),
         "v_map": _tma(v, config.block_n, dim_v),
-        "out_map": _tma(out, 64, dim_v),
+        "out_map": _tma(out, 64, dim_v, pack),
         "q": q if masked else None,
         "k": k if masked else None,
         "v": v if masked else None,
@@ -221,12 +279,12 @@ def launches(
         "seqlen_k": problem.seqlen_k,
         "head_dim": problem.head_dim,
         "head_dim_v": problem.head_dim_v,
-        "num_heads_q": problem.num_heads_q,
-        "group": problem.group,
+        "num_heads": problem.num_heads_q // pack,
+        "group": problem.group // pack,
         "total_heads": total_heads,
-        "num_m_blocks": num_m_blocks,
+        "num_m_blocks": num_tiles // total_heads,
         "num_tiles": num_tiles,
-        "heads_per_section": tiles.heads_per_section(problem),
+        "heads_per_section": tiles.heads_per_section(problem) // pack,
         "left": left,
         "right": right,
     }
@@ -242,6 +300,7 @@ def launches(
         "block_n": config.block_n,
         "num_consumers": config.num_consumers,
         "num_stages": config.num_stages,
+        "heads_per_tile": pack,
         "schedule": config.schedule,
         "pingpong": config.pingpong,
         "separate_out": config.separate_out,
@@ -270,9 +329,11 @@ def _device_code() -> Any:
     return Forward
 
 
-def _tma(tensor: torch.Tensor, rows: int, width: int) -> Tma:
+def _tma(tensor: torch.Tensor, rows: int, width: int, pack: int = 1) -> Tma:
     """Boxes as wide as the swizzle: 128 bytes where the tile is a multiple of that, else 64."""
     box, swizzle = (64, 3) if width % 64 == 0 else (32, 2)
+    if pack > 1:
+        return GroupedTma(tensor, (1, 1, rows // pack, pack, box), swizzle, order=(0, 2, 1, 3, 4), group=pack)
     return Tma(tensor, (1, 1, rows, box), swizzle)
 
 
