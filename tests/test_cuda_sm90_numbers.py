@@ -95,17 +95,13 @@ RUNS: list[tuple[Case, torch.dtype, dict[str, Any], int | None]] = [
     (small("longer_q_bottom_right"), BF16, {"block_m": 64, "block_n": 32, "separate_out": False}, 2),
     (small("softcap_window", num_heads_q=3, num_heads_kv=1), F16, {"block_m": 64, "block_n": 48}, None),
     (small("gqa_3", num_heads_q=6, num_heads_kv=2, head_dim=16), BF16, {"block_m": 64, "block_n": 64}, 2),
-    (small("dim_8"), F16, {"block_m": 64, "block_n": 32}, None),
-    (small("dim_72"), BF16, {"block_m": 64, "block_n": 32}, None),
     (small("dim_256"), F16, {"block_m": 128, "block_n": 64, "separate_out": False}, None),
     (small("latent"), BF16, {"block_m": 64, "block_n": 32}, None),
     (small("wide_v", num_heads_q=1, num_heads_kv=1), F16, {"block_m": 64, "block_n": 80}, None),
     (small("bhsd", seqlen_q=20, seqlen_k=20, head_dim=32), BF16, {"block_m": 64, "block_n": 32}, 1),
-    (small("qkv_slices", num_heads_q=2, num_heads_kv=1, seqlen_q=20, seqlen_k=20), F16, {"block_m": 64, "block_n": 32}, 1),
     (small("expanded", num_heads_q=2, num_heads_kv=2, seqlen_q=20, seqlen_k=20), BF16, {"block_m": 64, "block_n": 32}, 1),
     (small("decode"), BF16, {"block_m": 64, "block_n": 64}, None),
     (small("large_logits"), F16, {"block_m": 64, "block_n": 32}, None),
-    (small("softcap_huge"), F16, {"block_m": 64, "block_n": 32}, None),
     (BY_NAME["huge_one_key"], BF16, {"block_m": 64, "block_n": 64}, None),
 ]
 
@@ -144,8 +140,7 @@ def test_no_warp_needs_another_to_be_late_or_early(separate_out: bool, warp_orde
 MASKED = [{"causal": True}, {"causal": True, "alignment": "top_left"}, {"window_size": (5, 3)}]
 
 
-@pytest.mark.parametrize("options", MASKED, ids=str)
-@pytest.mark.parametrize("value", [math.nan, math.inf])
+@pytest.mark.parametrize(("options", "value"), [*((options, math.nan) for options in MASKED), (MASKED[0], math.inf)], ids=str)
 def test_a_masked_key_never_influences_a_row(options: dict[str, Any], value: float) -> None:
     """0 * NaN is NaN: rows that end with one are computed again, and only those that see a poisoned key keep it."""
     tensors = Case("masked", "", 40, 44, 2, 1, 32, 40).inputs(BF16)

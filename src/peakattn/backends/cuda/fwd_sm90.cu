@@ -58,7 +58,9 @@ extern __shared__ __align__(1024) char smem[];
 struct Scales {
     float qk, power, cap, softcap;
 
-    INLINE float of_row(float m) const { return fabsf(m) * qk >= EXACT ? power : qk; }
+    INLINE bool is_far(float m) const { return fabsf(m) * qk >= EXACT; }
+    INLINE float of_row(float m) const { return is_far(m) ? power : qk; }
+    INLINE float shift_of_row(float m) const { return __fmul_rn(m, of_row(m)); }  // rounded: no FMA may take it in
     INLINE float capped(float s) const { return SOFTCAP ? softcap * tanh_by_exp2(s * cap) : s; }
 };
 
@@ -221,7 +223,9 @@ struct Consumer {
     float acc[V_TILES][4];
     float s[N_TILES][4];           // scores, then weights
     u32 p[BLOCK_N / 16][4];        // weights of the tile whose P V comes next
-    float m[2], scale[2], shift[2], l[2], alpha[2];  // maximum; scale, and maximum * scale; this lane's part of the sum
+    float m[2], l[2];              // maximum, and this lane's part of the sum
+    float kept[2];                 // the shift of a tile that no edge cuts; -inf where the row has none
+    float alpha[2];                // what older output shrinks by
 
     INLINE void release(int barrier) const {
         if (lane == 0) barrier_arrive(shared.barrier(barrier));
@@ -231,7 +235,7 @@ struct Consumer {
 #pragma unroll
         for (int n = 0; n < V_TILES; ++n) acc[n][0] = acc[n][1] = acc[n][2] = acc[n][3] = 0.0f;
 #pragma unroll
-        for (int half = 0; half < 2; ++half) m[half] = shift[half] = -INF, scale[half] = scales.qk, l[half] = 0.0f;
+        for (int half = 0; half < 2; ++half) m[half] = kept[half] = -INF, l[half] = 0.0f;
     }
 
     // Both issue a group of products and do not wait for it.
@@ -291,15 +295,15 @@ struct Consumer {
                 for (int e = 0; e < 4; ++e) s[n][e] = scales.capped(s[n][e]);
     }
 
-    // Scores of a row become weights relative to its shift; returns this lane's part of their sum.
-    INLINE float exponentials(int half, float origin) {
+    // Scores of a row become weights, exp2(score * scale - shift); returns this lane's part of their sum.
+    INLINE float exponentials(int half, float scale, float shift) {
         float sum[2] = {0.0f, 0.0f};
 #pragma unroll
         for (int n = 0; n < N_TILES; ++n)
 #pragma unroll
             for (int e = 0; e < 2; ++e) {
                 float &x = s[n][2 * half + e];
-                x = exp2_approx(__fmaf_rn(x, scale[half], -origin));
+                x = exp2_approx(__fmaf_rn(x, scale, -shift));
                 sum[e] += x;
             }
         return sum[0] + sum[1];
@@ -315,13 +319,12 @@ struct Consumer {
             for (int n = 0; n < N_TILES; ++n)
 #pragma unroll
                 for (int e = 0; e < 2; ++e) top[e] = fmaxf(top[e], s[n][2 * half + e]);
+            const float old = scales.shift_of_row(m[half]);
             m[half] = row_max(fmaxf(top[0], top[1]));
-            scale[half] = scales.of_row(m[half]);
-            const float old = shift[half];
-            shift[half] = __fmul_rn(m[half], scale[half]);  // rounded: no FMA may take it in
-            const float origin = m[half] == -INF ? 0.0f : shift[half];
+            const float shift = scales.shift_of_row(m[half]), origin = m[half] == -INF ? 0.0f : shift;
             alpha[half] = exp2_approx(old - origin);
-            l[half] = l[half] * alpha[half] + exponentials(half, origin);
+            l[half] = l[half] * alpha[half] + exponentials(half, scales.of_row(m[half]), origin);
+            kept[half] = scales.is_far(m[half]) ? -INF : shift;
         }
     }
 
@@ -342,6 +345,7 @@ struct Consumer {
     // This warp's scores once more, by products of a warp, which need no other warp: a lane gets the same ones.
     INLINE void multiply_again() {
         const u32 queries = shared.base + index * TileQ::BYTES, keys = shared.base + K_AT + k.slot * TileK::BYTES;
+        const int lane = lane_here();  // so that no address is kept in a register for this rare place
 #pragma unroll
         for (int n = 0; n < N_TILES; ++n) s[n][0] = s[n][1] = s[n][2] = s[n][3] = 0.0f;
 #pragma unroll 1
@@ -379,14 +383,14 @@ struct Consumer {
 
     // In a tile that no edge cuts a row keeps the shift it has, and nobody looks for a maximum or rescales: softmax does not
     // depend on the shift.  The sums tell whether a score outgrew it by so much that weights would lose range, or that there
-    // is none yet.  Then, which is rare, this warp computes its scores again and takes the true maximum.
+    // is none (then they are infinite).  Then, which is rare, this warp computes its scores again and takes the true maximum.
     INLINE void step_kept() {
         issue_qk();
         issue_pv();
         wgmma_wait<1>();
         hold(s);
         cap();
-        const float sum[2] = {exponentials(0, shift[0]), exponentials(1, shift[1])};
+        const float sum[2] = {exponentials(0, scales.qk, kept[0]), exponentials(1, scales.qk, kept[1])};
         // Before the product is waited for: across a branch the compiler cannot move the exponentials behind it.
         if (__all_sync(ALL_LANES, sum[0] <= SUM_LIMIT && sum[1] <= SUM_LIMIT)) {  // false for NaN, too
             l[0] += sum[0], l[1] += sum[1];
@@ -443,14 +447,14 @@ struct Consumer {
     INLINE void repair_row(int row, u32 out, int local, float top, float total, const Element *q, const Rows &keys,
                            const Rows &values) {
         const int last = mask.last(row);
-        const float row_scale = scales.of_row(top), row_shift = __fmul_rn(top, row_scale);
+        const float scale = scales.of_row(top), shift = scales.shift_of_row(top);
         float columns[(DIM_V + WARP - 1) / WARP] = {};
         for (int begin = mask.first(row); begin < last; begin += WARP) {
             const Element *key = keys.row(min(begin + lane, last - 1));
             float score = 0.0f;
 #pragma unroll 1
             for (int d = 0; d < HEAD_DIM; ++d) score += q[d].value() * key[d].value();
-            const float weight = exp2_approx(__fmaf_rn(scales.capped(score), row_scale, -row_shift));
+            const float weight = exp2_approx(__fmaf_rn(scales.capped(score), scale, -shift));
 #pragma unroll 1
             for (int i = 0; i < min(last - begin, WARP); ++i) {
                 const float w = __shfl_sync(ALL_LANES, weight, i);

@@ -123,7 +123,7 @@ def default_config(problem: AttentionProblem, device: Device) -> Config:
     if dim <= 64 and problem.seqlen_k < 2048:
         return Config(64, 64, num_stages=3, occupancy=3)
     if dim <= 64:
-        return Config(192, 128)
+        return Config(192, 128, num_stages=3)
     if dim <= 128:
         return Config(128, 128)
     if dim <= 192:

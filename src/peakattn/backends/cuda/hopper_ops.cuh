@@ -33,6 +33,13 @@ struct __align__(64) TensorMap {
 
 INLINE u32 shared_address(const void *pointer) { return static_cast<u32>(__cvta_generic_to_shared(pointer)); }
 
+// The lane, read at this place and nowhere before.
+INLINE int lane_here() {
+    int lane;
+    asm volatile("mov.u32 %0, %%laneid;" : "=r"(lane));
+    return lane;
+}
+
 // True for one lane of a whole warp, and the compiler knows that it is one: TMA by such a lane needs no loop over lanes.
 INLINE bool elect() {
     u32 elected;
