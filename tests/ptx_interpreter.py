@@ -309,6 +309,13 @@ def _compute(i: Instruction, function: Callable[..., Array], kind: str | None = 
 
 @form(r"mov\.(b16|b32|b64|u16|u32|u64|f32|pred)")
 def _mov(i: Instruction) -> Step:
+    if i.type == "b32" and i.operands[1].startswith("{"):
+        lower, upper = i.list(1)
+        return lambda b, threads: b.put(
+            i.operands[0],
+            b.get(upper, "u16", threads).astype(np.uint32) << 16 | b.get(lower, "u16", threads),
+            threads,
+        )
     return _compute(i, lambda x: x)
 
 
@@ -452,6 +459,24 @@ def _extreme(i: Instruction) -> Step:
 @form(r"fma\.rn\.f32")
 def _fma(i: Instruction) -> Step:
     return _compute(i, lambda x, y, z: (x.astype(np.float64) * y + z).astype(np.float32))
+
+
+@form(r"fma\.rm\.f32")
+def _fma_down(i: Instruction) -> Step:
+    """Rounded towards minus infinity."""
+
+    def down(x: Array, y: Array, z: Array) -> Array:
+        exact = x.astype(np.float64) * y + z
+        nearest = exact.astype(np.float32)
+        return np.where(nearest > exact, np.nextafter(nearest, np.float32(-np.inf)), nearest)
+
+    return _compute(i, down)
+
+
+@form(r"cvt\.sat\.f32\.f32")
+def _saturate(i: Instruction) -> Step:
+    """Into 0 to 1, and a NaN to 0."""
+    return _compute(i, lambda x: np.where(np.isnan(x), np.float32(0), np.clip(x, np.float32(0), np.float32(1))))
 
 
 @form(r"rcp\.(rn|approx\.ftz)\.f32")

@@ -19,6 +19,7 @@ contract (Config, reject, default_config, search_space, launch; perhaps prepare)
 ``VISITS``     "all" key tiles, or only "visible" ones: what the count of executed operations needs to know
 ``TUNED``      True when the config is the fastest of ``search_space`` on the machine; may be left out
 ``KERNEL``     only in a rung that is the library's kernel: its id.  The five names are then that kernel's
+``DEVICE``     only where the device code is not Python: its file, beside the module
 
 Rungs compute forward attention, full or causal, of any lengths, with grouped heads; float16 and bfloat16, and float32 where
 the language has it.  ``subjects`` pairs rungs with configs, ``checking`` holds them to the oracle, ``compiling`` reads their
@@ -47,10 +48,11 @@ from peakattn.problem import AttentionProblem
 LANGUAGES: dict[str, str] = {
     "triton": "peakattn_lab.ladder.triton",
     "cute": "peakattn_lab.ladder.cute",
+    "cuda": "peakattn_lab.ladder.cuda",
     "cutile": "peakattn_lab.ladder.cutile",
 }
 
-LITERALS = ("IDEA", "PREDICTION", "WHY", "PUBLISHED", "VISITS", "TUNED", "KERNEL")
+LITERALS = ("IDEA", "PREDICTION", "WHY", "PUBLISHED", "VISITS", "TUNED", "KERNEL", "DEVICE")
 
 
 @dataclass(frozen=True)
@@ -118,18 +120,23 @@ class Rung:
 
     @property
     def source(self) -> str:
-        """The text of the file with the device function."""
+        """The text of the file with the device function; a module that names another file for it is followed by that one."""
         name = self.module if self.kernel_id is None else backends.KERNELS[self.kernel_id]
-        return _file(name).read_text(encoding="utf-8")
+        return _file(name).read_text(encoding="utf-8") + self._device_code
+
+    @property
+    def _device_code(self) -> str:
+        device = self._literals.get("DEVICE")
+        return "" if device is None else "\n" + _file(self.module).with_name(device).read_text(encoding="utf-8")
 
     @property
     def source_hash(self) -> str:
         """Of the code that computes: comments, and what the rung says about itself, do not count."""
         if self.kernel_id is not None:
             return str(kernel_hash(self.kernel_id))
-        tree = ast.parse(self.source)
+        tree = ast.parse(_file(self.module).read_text(encoding="utf-8"))
         code = [node for node in tree.body if not (_literal_name(node) in LITERALS or isinstance(node, ast.Expr))]
-        said = [_plain(code), *map(kernel_hash, _library_kernels(tree))]
+        said = [_plain(code), *map(kernel_hash, _library_kernels(tree)), *_without_comments(self._device_code)]
         return hashlib.sha256(repr(said).encode()).hexdigest()[:16]
 
     def artifacts(self, problem: AttentionProblem, config: Any, arch: int) -> list[Artifacts]:
@@ -145,6 +152,12 @@ class Rung:
     @property
     def _literals(self) -> dict[str, Any]:
         return _literals(self.module)
+
+
+def _without_comments(code: str) -> list[str]:
+    """The lines of C++ that compute, without what is said beside them."""
+    lines = [line.split("//")[0].rstrip() for line in code.splitlines()]
+    return [line for line in lines if line]
 
 
 def _plain(node: Any) -> Any:
@@ -197,7 +210,7 @@ def _literals(module: str) -> dict[str, Any]:
         name = _literal_name(node)
         if name in LITERALS and isinstance(node, (ast.Assign, ast.AnnAssign)) and node.value is not None:
             found[name] = ast.literal_eval(node.value)
-    missing = [name for name in LITERALS if name not in (*found, "TUNED", "KERNEL")]
+    missing = [name for name in LITERALS if name not in (*found, "TUNED", "KERNEL", "DEVICE")]
     if missing:
         raise ValueError(f"{module} does not say {', '.join(missing)}; peakattn_lab.ladder describes what a rung says.")
     return found

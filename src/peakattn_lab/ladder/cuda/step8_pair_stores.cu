@@ -1,0 +1,178 @@
+// Rung 8: the output leaves in pairs of elements.
+//
+// A block owns BLOCK_M query rows of one head, a warp 16 of them in both products.  tile_ops.cuh draws which elements of
+// A, B and C a lane holds.  The constants in capitals come from the compiler's command line.
+
+#include "tile_ops.cuh"
+
+using Element = ELEMENT;
+
+constexpr int NUM_THREADS = WARP * NUM_WARPS;
+constexpr int N_TILES = BLOCK_N / 8, V_TILES = HEAD_DIM / 8;
+constexpr int PITCH = HEAD_DIM + 8, PITCH_P = BLOCK_N + 8;  // elements from one row of a tile to the next: four banks on
+constexpr int SHARE = (BLOCK_N + WARP - 1) / WARP;  // scores of a row that a lane has
+
+struct Shared {
+    u16 q[BLOCK_M][PITCH], k[2][BLOCK_N][PITCH], v[2][BLOCK_N][PITCH], p[BLOCK_M][PITCH_P];
+    float s[BLOCK_M][BLOCK_N + 1];
+    float factor[BLOCK_M];  // what the output of a row is multiplied by
+};
+
+extern __shared__ __align__(128) char smem[];
+
+// Rows of a tensor on their way into a tile, 16 bytes at a time, and zeros where there are no rows.
+template <int ROWS>
+struct Rows {
+    static constexpr int COUNT = (ROWS * HEAD_DIM / VECTOR + NUM_THREADS - 1) / NUM_THREADS;
+    uint4 x[COUNT];
+
+    INLINE void load(const Element *from, i64 stride, int rows) {
+#pragma unroll
+        for (int i = 0; i < COUNT; ++i) {
+            const int at = VECTOR * (threadIdx.x + i * NUM_THREADS), row = at / HEAD_DIM, column = at % HEAD_DIM;
+            x[i] = {0, 0, 0, 0};
+            if (row < min(rows, ROWS)) x[i] = *reinterpret_cast<const uint4 *>(from + row * stride + column);
+        }
+    }
+    INLINE void store(u16 (*tile)[PITCH]) const {
+#pragma unroll
+        for (int i = 0; i < COUNT; ++i) {
+            const int at = VECTOR * (threadIdx.x + i * NUM_THREADS), row = at / HEAD_DIM, column = at % HEAD_DIM;
+            if (row < ROWS) *reinterpret_cast<uint4 *>(&tile[row][column]) = x[i];
+        }
+    }
+};
+
+INLINE float warp_max(float x) {
+#pragma unroll
+    for (int lanes = 1; lanes < WARP; lanes *= 2) x = fmaxf(x, __shfl_xor_sync(ALL_LANES, x, lanes));
+    return x;
+}
+
+INLINE float warp_sum(float x) {
+#pragma unroll
+    for (int lanes = 1; lanes < WARP; lanes *= 2) x += __shfl_xor_sync(ALL_LANES, x, lanes);
+    return x;
+}
+
+INLINE u32 pair(const u16 *x) { return *reinterpret_cast<const u32 *>(x); }
+INLINE u32 pair(u16 lower, u16 upper) { return lower | static_cast<u32>(upper) << 16; }
+
+extern "C" __global__ void __launch_bounds__(NUM_THREADS)
+    attention_fwd_kernel(const Element *q, const Element *k, const Element *v, Element *out, float *lse, float softmax_scale,
+                         i64 stride_qb, i64 stride_qs, i64 stride_qh, i64 stride_kb, i64 stride_ks, i64 stride_kh,
+                         i64 stride_vb, i64 stride_vs, i64 stride_vh, i64 stride_ob, i64 stride_os, i64 stride_oh,
+                         int seqlen_q, int seqlen_k, int num_heads_q, int group, int num_m_blocks, int offset) {
+    Shared &shared = *reinterpret_cast<Shared *>(smem);
+    const int m_offset = blockIdx.x % num_m_blocks * BLOCK_M, head = blockIdx.x / num_m_blocks;
+    const int batch = head / num_heads_q, head_q = head % num_heads_q, head_kv = head_q / group;
+    const Element *gK = k + (batch * stride_kb + head_kv * stride_kh);
+    const Element *gV = v + (batch * stride_vb + head_kv * stride_vh);
+    const int lane = threadIdx.x % WARP, g = lane / 4, t = lane % 4;  // a lane's row and column in a fragment
+    const int warp_row = threadIdx.x / WARP * 16, row = warp_row + g; // and its first row of the block
+
+    Rows<BLOCK_M> queries;
+    queries.load(q + (batch * stride_qb + head_q * stride_qh + m_offset * stride_qs), stride_qs, seqlen_q - m_offset);
+    queries.store(shared.q);
+    Rows<BLOCK_N> keys, values;
+    keys.load(gK, stride_ks, seqlen_k);
+    values.load(gV, stride_vs, seqlen_k);
+    const float scale = softmax_scale * LOG2E;
+    float acc[V_TILES][4] = {};
+    float m[16], l[16];  // of each row of the warp the maximum, and this lane's part of the sum
+#pragma unroll
+    for (int r = 0; r < 16; ++r) m[r] = -INF, l[r] = 0.0f;
+    const int end = CAUSAL ? min(m_offset + BLOCK_M + offset, seqlen_k) : seqlen_k;
+    for (int n_offset = 0; n_offset < end; n_offset += BLOCK_N) {
+        const int stage = n_offset / BLOCK_N % 2, next = n_offset + BLOCK_N;
+        const auto tile_k = shared.k[stage], tile_v = shared.v[stage];
+        keys.store(tile_k);
+        values.store(tile_v);
+        __syncthreads();  // the tiles are here, and nobody reads those before the last ones any more
+        keys.load(gK + next * stride_ks, stride_ks, seqlen_k - next);
+        values.load(gV + next * stride_vs, stride_vs, seqlen_k - next);
+
+        float s[N_TILES][4] = {};
+#pragma unroll
+        for (int d = 0; d < HEAD_DIM; d += 16) {
+            const u32 a[4] = {pair(&shared.q[row][d + 2 * t]), pair(&shared.q[row + 8][d + 2 * t]),
+                              pair(&shared.q[row][d + 2 * t + 8]), pair(&shared.q[row + 8][d + 2 * t + 8])};
+#pragma unroll
+            for (int n = 0; n < N_TILES; ++n)
+                Element::mma(s[n], a, pair(&tile_k[8 * n + g][d + 2 * t]), pair(&tile_k[8 * n + g][d + 2 * t + 8]));
+        }
+#pragma unroll
+        for (int n = 0; n < N_TILES; ++n)
+#pragma unroll
+            for (int i = 0; i < 4; ++i) shared.s[row + i / 2 * 8][8 * n + 2 * t + i % 2] = s[n][i];
+        __syncwarp();
+
+#pragma unroll
+        for (int r = 0; r < 16; ++r) {
+            const int my_row = warp_row + r;
+            const int last = CAUSAL ? min(m_offset + my_row + offset + 1, seqlen_k) : seqlen_k;  // keys below it are visible
+            float x[SHARE], m_new = m[r];
+#pragma unroll
+            for (int i = 0; i < SHARE; ++i) {
+                const int column = lane + WARP * i;
+                const bool visible = column < BLOCK_N && n_offset + column < last;
+                x[i] = visible ? shared.s[my_row][column] : -INF;
+                m_new = fmaxf(m_new, x[i]);
+            }
+            m_new = warp_max(m_new);
+            const float origin = m_new == -INF ? 0.0f : m_new * scale;  // no key seen yet: -inf - -inf would be NaN
+            const float alpha = exp2_approx(__fmaf_rn(m[r], scale, -origin));
+            float sum = 0.0f;
+#pragma unroll
+            for (int i = 0; i < SHARE; ++i) {
+                const float p = exp2_approx(__fmaf_rn(x[i], scale, -origin));
+                if (lane + WARP * i < BLOCK_N)
+                    shared.p[my_row][lane + WARP * i] = static_cast<u16>(Element::pack(p, 0.0f));
+                sum += p;
+            }
+            if (lane == 0) shared.factor[my_row] = alpha;
+            l[r] = l[r] * alpha + sum;
+            m[r] = m_new;
+        }
+        __syncwarp();
+
+#pragma unroll
+        for (int n = 0; n < V_TILES; ++n)
+#pragma unroll
+            for (int i = 0; i < 4; ++i) acc[n][i] *= shared.factor[row + i / 2 * 8];
+#pragma unroll
+        for (int j = 0; j < BLOCK_N; j += 16) {
+            const u32 a[4] = {pair(&shared.p[row][j + 2 * t]), pair(&shared.p[row + 8][j + 2 * t]),
+                              pair(&shared.p[row][j + 2 * t + 8]), pair(&shared.p[row + 8][j + 2 * t + 8])};
+#pragma unroll
+            for (int n = 0; n < V_TILES; ++n) {
+                const int column = 8 * n + g;
+                Element::mma(acc[n], a, pair(tile_v[j + 2 * t][column], tile_v[j + 2 * t + 1][column]),
+                             pair(tile_v[j + 2 * t + 8][column], tile_v[j + 2 * t + 9][column]));
+            }
+        }
+    }
+
+    __syncwarp();  // no lane reads the last factors any more
+#pragma unroll
+    for (int r = 0; r < 16; ++r) {
+        const int my_row = warp_row + r;
+        const float sum = warp_sum(l[r]);
+        if (lane > 0) continue;
+        shared.factor[my_row] = sum == 0.0f ? 0.0f : 1.0f / sum;  // a row that sees no key has an accumulator of 0
+        if (STORE_LSE && m_offset + my_row < seqlen_q)
+            lse[static_cast<i64>(head) * seqlen_q + m_offset + my_row] = (m[r] * scale + log2f(sum)) * LN2;
+    }
+    __syncwarp();
+    Element *gO = out + (batch * stride_ob + head_q * stride_oh + m_offset * stride_os);
+#pragma unroll
+    for (int n = 0; n < V_TILES; ++n)
+#pragma unroll
+        for (int i = 0; i < 4; i += 2) {
+            const int r = row + i / 2 * 8;
+            const float factor = shared.factor[r];
+            if (m_offset + r < seqlen_q)
+                *reinterpret_cast<u32 *>(gO + r * stride_os + 8 * n + 2 * t) =
+                    Element::pack(acc[n][i] * factor, acc[n][i + 1] * factor);
+        }
+}
