@@ -288,6 +288,8 @@ def mma(x: Tile, y: Tile, acc: Tile) -> Tile:
 
 
 def where(condition: Tile, x: Any, y: Any) -> Tile:
+    if _is_number(x, y):
+        x = Tile(torch.tensor(x, dtype=float32 if isinstance(x, float) else int32))
     return Tile(torch.where(condition.value, *_operands(x, y)))
 
 

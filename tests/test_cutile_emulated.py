@@ -100,7 +100,13 @@ def check_backward(
             reference.check(grad, want, rough, name)
 
 
-FWD = {"tall": fwd.Config(64, 16), "wide": fwd.Config(16, 64), "square": fwd.Config(32, 32, k_latency=0, v_latency=0)}
+FWD = {
+    "tall": fwd.Config(64, 16),
+    "wide": fwd.Config(16, 64),
+    "square": fwd.Config(32, 32, k_latency=0, v_latency=0),
+    "scores": fwd.Config(32, 16, overlap="scores"),
+    "output": fwd.Config(16, 32, overlap="output"),
+}
 BWD = {"small and large": bwd.Config(16, 32, 32, 16), "large and small": bwd.Config(64, 16, 16, 64, dkdv_split=True)}
 
 # The backward has only lse, which at 1e11 says nothing of the scores' difference to it; such rows count as empty.
@@ -115,9 +121,10 @@ def gradients_of(case: Case, dtype: torch.dtype) -> Tensors:
     return q, k, v, dout, case.dlse(torch.empty(q.shape[0], q.shape[2], q.shape[1]))
 
 
+@pytest.mark.parametrize("config", ["square", "scores", "output"])
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_forward(case: Case) -> None:
-    check_forward(*case.inputs(torch.bfloat16), FWD["square"], **case.options)
+def test_forward(case: Case, config: str) -> None:
+    check_forward(*case.inputs(torch.bfloat16), FWD[config], **case.options)
 
 
 @pytest.mark.parametrize("case", DIFFERENTIABLE, ids=str)
@@ -167,7 +174,8 @@ def test_masked_keys_may_hold_anything(softcap: float | None, poison: float) -> 
     for x in (k, v):
         x[:, 5:] = poison  # no row sees these, though they stand in a block that rows see
     options: dict[str, Any] = {"causal": True, "alignment": "top_left", "softcap": softcap}
-    check_forward(q, k, v, FWD["square"], **options)
+    for config in ("square", "scores", "output"):
+        check_forward(q, k, v, FWD[config], **options)
     check_backward(q, k, v, dout, dlse, BWD["small and large"], **options)
 
 

@@ -37,6 +37,7 @@ from peakattn.backends.cutile.common import (
     power_of_two,
     tf32,
     unsupported,
+    worker_warps,
 )
 from peakattn.backends.cutile.toolchain import Array, TileLaunch
 from peakattn.device import Device
@@ -62,6 +63,8 @@ class Config:
     dkdv_latency: int = 2
     dq_latency: int = 2
     dkdv_split: bool = False
+    dkdv_worker_warps: int = 0
+    dq_worker_warps: int = 0
     opt_level: int = 3
 
     def __post_init__(self) -> None:
@@ -71,7 +74,20 @@ class Config:
             between(name, getattr(self, name), 1, 32, "blocks on an SM")
         for name in ("dkdv_latency", "dq_latency"):
             between(name, getattr(self, name), 0, 10, "where 0 is the compiler's own choice")
+        worker_warps("dkdv_worker_warps", self.dkdv_worker_warps)
+        worker_warps("dq_worker_warps", self.dq_worker_warps)
         between("opt_level", self.opt_level, 0, 3, "where 3 is the most")
+
+    @property
+    def dkdv_hints(self) -> dict[str, Any]:
+        return self._hints(self.dkdv_occupancy, self.dkdv_worker_warps)
+
+    @property
+    def dq_hints(self) -> dict[str, Any]:
+        return self._hints(self.dq_occupancy, self.dq_worker_warps)
+
+    def _hints(self, occupancy: int, warps: int) -> dict[str, Any]:
+        return {"occupancy": occupancy, "num_worker_warps": warps or None, "opt_level": self.opt_level}
 
 
 def reject(problem: AttentionProblem, device: Device) -> str | None:
@@ -222,8 +238,7 @@ def launches(
             "NEEDS_DV": some_dv is not None,
             "LATENCY": config.dkdv_latency,
         }
-        hints = {"occupancy": config.dkdv_occupancy, "opt_level": config.opt_level}
-        made.append(TileLaunch(_dkdv_code, heads_kv * num_blocks, args, constexprs | blocks, hints))
+        made.append(TileLaunch(_dkdv_code, heads_kv * num_blocks, args, constexprs | blocks, config.dkdv_hints))
 
     if dq is not None:
         block_m, block_n = config.dq_block_m, config.dq_block_n
@@ -244,8 +259,7 @@ def launches(
             "EVEN_N": problem.seqlen_k % block_n == 0,
             "LATENCY": config.dq_latency,
         }
-        hints = {"occupancy": config.dq_occupancy, "opt_level": config.opt_level}
-        made.append(TileLaunch(_dq_code, heads_q * num_blocks, args, constexprs | blocks, hints))
+        made.append(TileLaunch(_dq_code, heads_q * num_blocks, args, constexprs | blocks, config.dq_hints))
     return [launch for launch in made if launch.num_blocks]
 
 

@@ -35,6 +35,11 @@ def between(name: str, value: Any, low: int, high: int, meaning: str) -> None:
         raise ValueError(f"{name} is {value!r}; allowed are {low} to {high}, {meaning}.")
 
 
+def worker_warps(name: str, value: Any) -> None:
+    if value not in (0, 4, 8):
+        raise ValueError(f"{name} is {value!r}; allowed are 4, 8, or 0 for the compiler's choice.")
+
+
 def mask_arguments(problem: AttentionProblem) -> tuple[dict[str, int], dict[str, bool]]:
     """Run-time edges of the mask, counted from the row, and compile-time flags of those that cut any row."""
     left, right = tiles.edges(problem)

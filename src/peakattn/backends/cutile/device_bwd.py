@@ -111,8 +111,10 @@ def attention_bwd_dkdv_kernel(
                 p = ct.exp2(s * qk_scale + row_lse, flush_to_zero=True)
                 if PHASE != 1 and (HAS_LEFT or HAS_RIGHT):
                     rows = m_block * BLOCK_M + columns
-                    seen = visible(rows, keys, seqlen_k, left, right, HAS_LEFT, HAS_RIGHT)
-                    seen = seen & (rows < seqlen_q)
+                    known = seqlen_k
+                    if not EVEN_M:
+                        known = ct.where(rows < seqlen_q, seqlen_k, 0)  # a row beyond the end sees no key
+                    seen = visible(rows, keys, known, left, right, HAS_LEFT, HAS_RIGHT)
                     p = ct.where(seen, p, 0.0)
                 if NEEDS_DV:
                     dv_acc = ct.mma(operand(p.astype(dout.dtype), TF32), operand(dout_tile, TF32), dv_acc)

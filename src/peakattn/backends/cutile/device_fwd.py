@@ -21,6 +21,8 @@ from peakattn.backends.cutile.tile_ops import (
 
 # Base-2 scores beyond this are rounded by more than half, so that exp2(score - max) could miss 1 by any factor.
 EXACT = 2.0**24
+# What runs under the softmax of a block of keys: values of OVERLAP.
+NOTHING, SCORES, OUTPUT = range(3)
 
 
 def row_scales(m, qk_scale, power_scale):
@@ -43,6 +45,29 @@ def softmax(s, m_i, shift_i, l_i, qk_scale, power_scale, MASK):
     p = ct.exp2(s * row_scale - origin, flush_to_zero=True)
     alpha = ct.exp2(shift_i - origin, flush_to_zero=True)
     return p, m_new, shift, l_i * alpha + ct.sum(p, 1, keepdims=True), alpha
+
+
+def scores(q_tile, k, batch, head_kv, n_block, BLOCK_M, BLOCK_N, BLOCK_D, TF32, CHECK, LATENCY):
+    """The products of the queries with a block of keys, before scale, softcap and mask."""
+    k_tile = load_columns(k, batch, head_kv, n_block, BLOCK_N, BLOCK_D, CHECK, LATENCY)
+    return ct.mma(operand(q_tile, TF32), operand(k_tile, TF32), ct.zeros((BLOCK_M, BLOCK_N), dtype=ct.float32))
+
+
+def finished(
+    s, rows, keys, seqlen_k, left, right, cap_scale, softcap, HAS_LEFT, HAS_RIGHT, SOFTCAP, ACCURATE, MASK
+):  # fmt: skip
+    """Scores with softcap and mask."""
+    if SOFTCAP:
+        s = softcap * tanh(s * cap_scale, ACCURATE)
+    if MASK:
+        s = ct.where(visible(rows, keys, seqlen_k, left, right, HAS_LEFT, HAS_RIGHT), s, -math.inf)
+    return s
+
+
+def add_values(acc, p, v, batch, head_kv, n_block, BLOCK_N, BLOCK_DV, TF32, CHECK, LATENCY):
+    """``acc`` and the values of a block of keys, weighted with ``p``."""
+    v_tile = load_rows(v, batch, head_kv, n_block, BLOCK_N, BLOCK_DV, CHECK, LATENCY)
+    return ct.mma(operand(p.astype(v.dtype), TF32), operand(v_tile, TF32), acc)
 
 
 def repair(
@@ -68,7 +93,7 @@ def repair(
 def attention_fwd_kernel(
     q, k, v, out, lse, softmax_scale, softcap, num_heads, num_m_blocks, section, left, right,
     GROUP, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, HAS_LEFT, HAS_RIGHT, EVEN_N, SOFTCAP, ACCURATE, TF32,
-    STORE_LSE, K_LATENCY, V_LATENCY,
+    STORE_LSE, OVERLAP, K_LATENCY, V_LATENCY,
 ):  # fmt: skip
     seqlen_q = q.shape[2]
     seqlen_k = k.shape[2]
@@ -91,27 +116,85 @@ def attention_fwd_kernel(
     acc = ct.zeros((BLOCK_M, BLOCK_DV), dtype=ct.float32)
     q_tile = load_rows(q, batch, head_q, m_block, BLOCK_M, BLOCK_D, True, 0)
 
+    TAIL = HAS_RIGHT or not EVEN_N
+    K_CHECK = not EVEN_N or BLOCK_D != HEAD_DIM
+    V_CHECK = BLOCK_DV != HEAD_DIM_V
     # 0: the left edge of a window, 1: no mask, 2: the right edge or the end of the keys.
     for PHASE in ct.static_iter(range(3)):
-        if (PHASE == 0 and HAS_LEFT) or PHASE == 1 or (PHASE == 2 and (HAS_RIGHT or not EVEN_N)):
+        if (PHASE == 0 and HAS_LEFT) or (OVERLAP == NOTHING and (PHASE == 1 or (PHASE == 2 and TAIL))):
             begin = ct.static_eval((n_block_min, full_min, full_max)[PHASE])
             end = ct.static_eval((full_min, full_max, n_block_max)[PHASE])
             for n_block in range(begin, end):
-                k_tile = load_columns(
-                    k, batch, head_kv, n_block, BLOCK_N, BLOCK_D, PHASE != 1 or BLOCK_D != HEAD_DIM, K_LATENCY
-                )
-                s = ct.mma(operand(q_tile, TF32), operand(k_tile, TF32), ct.zeros((BLOCK_M, BLOCK_N), dtype=ct.float32))
-                if SOFTCAP:
-                    s = softcap * tanh(s * cap_scale, ACCURATE)
-                if PHASE != 1:
-                    keys = n_block * BLOCK_N + columns
-                    seen = visible(rows, keys, seqlen_k, left, right, HAS_LEFT, HAS_RIGHT)
-                    s = ct.where(seen, s, -math.inf)
+                s = scores(
+                    q_tile, k, batch, head_kv, n_block, BLOCK_M, BLOCK_N, BLOCK_D, TF32,
+                    PHASE != 1 or BLOCK_D != HEAD_DIM, K_LATENCY,
+                )  # fmt: skip
+                s = finished(
+                    s, rows, n_block * BLOCK_N + columns, seqlen_k, left, right, cap_scale, softcap,
+                    HAS_LEFT, HAS_RIGHT, SOFTCAP, ACCURATE, PHASE != 1,
+                )  # fmt: skip
                 p, m_i, shift_i, l_i, alpha = softmax(s, m_i, shift_i, l_i, qk_scale, power_scale, PHASE != 1)
-                v_tile = load_rows(
-                    v, batch, head_kv, n_block, BLOCK_N, BLOCK_DV, PHASE != 1 or BLOCK_DV != HEAD_DIM_V, V_LATENCY
+                acc = add_values(
+                    acc * alpha, p, v, batch, head_kv, n_block, BLOCK_N, BLOCK_DV, TF32, PHASE != 1 or V_CHECK, V_LATENCY
                 )
-                acc = ct.mma(operand(p.astype(v.dtype), TF32), operand(v_tile, TF32), acc * alpha)
+
+    # A product that does not need this tile's softmax is begun before it, and runs under it.
+    last = n_block_max - 1
+    if OVERLAP == SCORES:  # noqa: SIM102
+        if full_min <= last:
+            full_end = ct.minimum(full_max, last)
+            s = scores(q_tile, k, batch, head_kv, full_min, BLOCK_M, BLOCK_N, BLOCK_D, TF32, K_CHECK, K_LATENCY)
+            for PHASE in ct.static_iter((1, 2)):
+                if PHASE == 1 or TAIL:
+                    for n_block in range(
+                        ct.static_eval(full_min if PHASE == 1 else full_end), ct.static_eval(full_end if PHASE == 1 else last)
+                    ):
+                        s_next = scores(
+                            q_tile, k, batch, head_kv, n_block + 1, BLOCK_M, BLOCK_N, BLOCK_D, TF32, K_CHECK, K_LATENCY
+                        )
+                        s = finished(
+                            s, rows, n_block * BLOCK_N + columns, seqlen_k, left, right, cap_scale, softcap,
+                            HAS_LEFT, HAS_RIGHT, SOFTCAP, ACCURATE, PHASE == 2,
+                        )  # fmt: skip
+                        p, m_i, shift_i, l_i, alpha = softmax(s, m_i, shift_i, l_i, qk_scale, power_scale, PHASE == 2)
+                        acc = add_values(
+                            acc * alpha, p, v, batch, head_kv, n_block, BLOCK_N, BLOCK_DV, TF32, V_CHECK, V_LATENCY
+                        )
+                        s = s_next
+            s = finished(
+                s, rows, last * BLOCK_N + columns, seqlen_k, left, right, cap_scale, softcap,
+                HAS_LEFT, HAS_RIGHT, SOFTCAP, ACCURATE, TAIL,
+            )  # fmt: skip
+            p, m_i, shift_i, l_i, alpha = softmax(s, m_i, shift_i, l_i, qk_scale, power_scale, TAIL)
+            acc = add_values(acc * alpha, p, v, batch, head_kv, last, BLOCK_N, BLOCK_DV, TF32, not EVEN_N or V_CHECK, V_LATENCY)
+    if OVERLAP == OUTPUT:  # noqa: SIM102
+        if full_min <= last:
+            second = full_min + 1
+            full_end = ct.maximum(full_max, second)
+            s = scores(q_tile, k, batch, head_kv, full_min, BLOCK_M, BLOCK_N, BLOCK_D, TF32, K_CHECK, K_LATENCY)
+            s = finished(
+                s, rows, full_min * BLOCK_N + columns, seqlen_k, left, right, cap_scale, softcap,
+                HAS_LEFT, HAS_RIGHT, SOFTCAP, ACCURATE, TAIL,
+            )  # fmt: skip
+            p, m_i, shift_i, l_i, alpha = softmax(s, m_i, shift_i, l_i, qk_scale, power_scale, TAIL)
+            p = p.astype(v.dtype)
+            acc = acc * alpha
+            for PHASE in ct.static_iter((1, 2)):
+                if PHASE == 1 or TAIL:
+                    for n_block in range(
+                        ct.static_eval(second if PHASE == 1 else full_end),
+                        ct.static_eval(full_end if PHASE == 1 else n_block_max),
+                    ):
+                        s = scores(q_tile, k, batch, head_kv, n_block, BLOCK_M, BLOCK_N, BLOCK_D, TF32, K_CHECK, K_LATENCY)
+                        acc = add_values(acc, p, v, batch, head_kv, n_block - 1, BLOCK_N, BLOCK_DV, TF32, V_CHECK, V_LATENCY)
+                        s = finished(
+                            s, rows, n_block * BLOCK_N + columns, seqlen_k, left, right, cap_scale, softcap,
+                            HAS_LEFT, HAS_RIGHT, SOFTCAP, ACCURATE, PHASE == 2,
+                        )  # fmt: skip
+                        weights, m_i, shift_i, l_i, alpha = softmax(s, m_i, shift_i, l_i, qk_scale, power_scale, PHASE == 2)
+                        p = weights.astype(v.dtype)
+                        acc = acc * alpha
+            acc = add_values(acc, p, v, batch, head_kv, last, BLOCK_N, BLOCK_DV, TF32, not EVEN_N or V_CHECK, V_LATENCY)
 
     if HAS_LEFT or HAS_RIGHT:  # noqa: SIM102
         if any_nan(acc):

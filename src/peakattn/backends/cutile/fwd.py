@@ -19,7 +19,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 
@@ -33,10 +33,13 @@ from peakattn.backends.cutile.common import (
     power_of_two,
     tf32,
     unsupported,
+    worker_warps,
 )
 from peakattn.backends.cutile.toolchain import Array, TileLaunch
 from peakattn.device import Device
 from peakattn.problem import AttentionProblem
+
+Overlap = Literal["nothing", "scores", "output"]
 
 
 @dataclass(frozen=True)
@@ -55,6 +58,7 @@ class Config:
     k_latency: int = 2
     v_latency: int = 4
     num_worker_warps: int = 0
+    overlap: Overlap = "nothing"
     opt_level: int = 3
 
     def __post_init__(self) -> None:
@@ -65,8 +69,9 @@ class Config:
         between("opt_level", self.opt_level, 0, 3, "where 3 is the most")
         for name in ("k_latency", "v_latency"):
             between(name, getattr(self, name), 0, 10, "where 0 is the compiler's own choice")
-        if self.num_worker_warps not in (0, 4, 8):
-            raise ValueError(f"num_worker_warps is {self.num_worker_warps}; allowed are 4, 8, or 0 for the compiler's choice.")
+        worker_warps("num_worker_warps", self.num_worker_warps)
+        if self.overlap not in get_args(Overlap):
+            raise ValueError(f"overlap is {self.overlap!r}; allowed are {', '.join(get_args(Overlap))}.")
 
     @property
     def hints(self) -> dict[str, Any]:
@@ -166,6 +171,7 @@ def launches(
         "ACCURATE": problem.dtype == torch.float32,
         "TF32": tf32(problem),
         "STORE_LSE": lse is not None,
+        "OVERLAP": get_args(Overlap).index(config.overlap),
         "K_LATENCY": config.k_latency,
         "V_LATENCY": config.v_latency,
     }

@@ -48,11 +48,12 @@ def key_blocks(m_offset, seqlen_q, seqlen_k, left, right, BLOCK_M, BLOCK_N, HAS_
 
 def visible(rows, keys, seqlen_k, left, right, HAS_LEFT, HAS_RIGHT):
     """The mask rule and the end of the keys, for rows and keys that broadcast against each other."""
-    seen = keys < seqlen_k
-    if HAS_LEFT:
-        seen = seen & (keys - rows >= -left)
+    last = seqlen_k - 1
     if HAS_RIGHT:
-        seen = seen & (keys - rows <= right)
+        last = ct.minimum(rows + right, last)
+    seen = keys <= last
+    if HAS_LEFT:
+        seen = seen & (keys >= rows - left)
     return seen
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from peakattn.backends.cutile import toolchain
-from peakattn.backends.cutile.common import between, padded, power_of_two, unsupported
+from peakattn.backends.cutile.common import between, padded, power_of_two, unsupported, worker_warps
 from peakattn.backends.cutile.toolchain import Array, TileLaunch
 from peakattn.device import Device
 from peakattn.problem import AttentionProblem
@@ -32,8 +32,7 @@ class Config:
         power_of_two("block_n", self.block_n, 16, 256)
         power_of_two("num_ctas", self.num_ctas, 1, 16)
         between("occupancy", self.occupancy, 0, 32, "where 0 is the compiler's choice")
-        if self.num_worker_warps not in (0, 4, 8):
-            raise ValueError(f"num_worker_warps is {self.num_worker_warps}; allowed are 4, 8, or 0 for the compiler's choice.")
+        worker_warps("num_worker_warps", self.num_worker_warps)
 
 
 def reject(problem: AttentionProblem, device: Device) -> str | None:
