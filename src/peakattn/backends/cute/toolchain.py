@@ -271,18 +271,19 @@ def _sources(module: str) -> str:
     waiting = [module, __name__]
     while waiting:
         name = waiting.pop()
-        spec = None
-        if name not in texts:
-            with contextlib.suppress(ModuleNotFoundError):  # a name imported from a module is seldom a module
-                spec = importlib.util.find_spec(name)
-        if spec is None or spec.origin is None:
+        spec = importlib.util.find_spec(name)
+        if spec is None or spec.origin is None or name in texts:
             continue
         texts[name] = text = Path(spec.origin).read_text(encoding="utf-8")
         if name == __name__:
             continue
         for node in ast.walk(ast.parse(text)):
-            if isinstance(node, ast.ImportFrom) and f"{node.module}.".startswith(packages):
-                waiting += [str(node.module), *(f"{node.module}.{alias.name}" for alias in node.names)]
+            if isinstance(node, ast.ImportFrom) and node.module and f"{node.module}.".startswith(packages):
+                waiting.append(node.module)
+                source = importlib.util.find_spec(node.module)
+                # To ask for a name inside a module that is no package would import that module, and cutlass with it.
+                if source is not None and source.submodule_search_locations is not None:
+                    waiting += [f"{node.module}.{alias.name}" for alias in node.names]
     return hashlib.sha256(repr(sorted(texts.items())).encode()).hexdigest()
 
 
