@@ -389,8 +389,12 @@ def attention_fwd_kernel(
     acc = acc * (1.0 / tl.where(l_i == 0.0, 1.0, l_i))[:, None]
     store_tile(out, stride_os, stride_od, m_offset, seqlen_q, acc, BLOCK_M, HEAD_DIM_V, BLOCK_DV)
     if lse is not None:
+        # The maximum in the natural base, rounded once, and what the sum is relative to: the maximum's shift, rounded too.
+        rounding = m_i * _row_scale(m_i, qk_scale, power_scale) - shift_i
+        rounding = tl.where(m_i == float("-inf"), 0.0, rounding)
+        natural = 1.0 if SOFTCAP else softmax_scale
         lse_rows = lse + head.to(tl.int64) * seqlen_q + rows
-        tl.store(lse_rows, (m_i * qk_scale + tl.log2(l_i)) * LN2, mask=rows < seqlen_q)
+        tl.store(lse_rows, m_i * natural + (tl.log2(l_i) - rounding) * LN2, mask=rows < seqlen_q)
 
 
 def launches(
