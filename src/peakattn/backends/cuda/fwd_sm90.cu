@@ -242,22 +242,22 @@ struct Consumer {
 
     INLINE void issue_qk() {
         barrier_wait(shared.barrier(K_FULL + k.slot), k.parity);
-        const u64 queries = TileQ::descriptor(shared.base + index * TileQ::BYTES);
-        const u64 keys = TileK::descriptor(shared.base + K_AT + k.slot * TileK::BYTES);
+        const TileQ::Descriptor queries(shared.base + index * TileQ::BYTES);
+        const TileK::Descriptor keys(shared.base + K_AT + k.slot * TileK::BYTES);
         hold(s);
         wgmma_fence();
 #pragma unroll
-        for (int i = 0; i < K_STEPS; ++i) wgmma(s, queries + TileQ::step_along_row(i), keys + TileK::step_along_row(i), i > 0);
+        for (int i = 0; i < K_STEPS; ++i) wgmma(s, queries.along_row(i), keys.along_row(i), i > 0);
         wgmma_commit();
     }
 
     INLINE void issue_pv() {
         barrier_wait(shared.barrier(V_FULL + v.slot), v.parity);
-        const u64 values = TileV::descriptor(shared.base + V_AT + v.slot * TileV::BYTES);
+        const TileV::Descriptor values(shared.base + V_AT + v.slot * TileV::BYTES);
         hold(acc);
         wgmma_fence();
 #pragma unroll
-        for (int i = 0; i < BLOCK_N / 16; ++i) wgmma(acc, p[i], values + TileV::step_down(i));
+        for (int i = 0; i < BLOCK_N / 16; ++i) wgmma(acc, p[i], values.down(i));
         wgmma_commit();
     }
 
@@ -407,7 +407,19 @@ struct Consumer {
         pack();
     }
 
-    // All key tiles of `tiles` for this consumer's rows, which begin at `m_offset`.
+    // Tiles that are for other consumers alone.
+    INLINE void skip(int count) {
+#pragma unroll 1
+        for (; count > 0; --count) {
+            barrier_wait(shared.barrier(K_FULL + k.slot), k.parity);
+            end_qk();
+            barrier_wait(shared.barrier(V_FULL + v.slot), v.parity);
+            release(V_EMPTY + v.slot);
+            v.advance();
+        }
+    }
+
+    // The tiles from which some of this consumer's rows see a key; the rows begin at `m_offset`.
     INLINE void attend(const KeyTiles &tiles, int m_offset) {
         const int row = m_offset + 16 * warp + lane / 4;
         int n_block = tiles.end - 1;
@@ -581,10 +593,14 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, OCCUPANCY)
         consumer.begin();
         barrier_wait(shared.barrier(Q_FULL + consumer.index), q_parity);
         q_parity ^= 1;
-        if (tiles.first < tiles.end)
-            consumer.attend(tiles, m_offset);
+        KeyTiles own(mask, m_offset, ROWS);
+        if (m_offset >= seqlen_q) own.end = own.first;  // no rows at all
+        consumer.skip(tiles.end - own.end);
+        if (own.first < own.end)
+            consumer.attend(own, m_offset);
         else if (SCHEDULE != SINGLE)
             consumer.release(Q_EMPTY + consumer.index);
+        if (HAS_LEFT) consumer.skip(own.first - tiles.first);
         consumer.finish(place, m_offset, sizes, out_map, lse, q + (place.batch * stride_qb + place.head_q * stride_qh),
                         Rows(k, place.batch, head_kv, stride_kb, stride_ks, stride_kh),
                         Rows(v, place.batch, head_kv, stride_vb, stride_vs, stride_vh), stride_qs);

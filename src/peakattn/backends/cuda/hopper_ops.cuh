@@ -142,14 +142,17 @@ struct Boxes {
     static INLINE u32 offset(int row, int chunk) {
         return chunk / 8 * BOX_BYTES + row * BOX_ROW_BYTES + (chunk % 8 ^ row % 8) * 16;
     }
-    // Columns 16 k ... 16 k + 15 of a tile whose rows are along M or N, in units of a descriptor's address.
-    static constexpr u32 step_along_row(int k) { return (k / 4 * BOX_BYTES + k % 4 * 32) / 16; }
-    // Rows 16 k ... 16 k + 15 of a tile whose rows are along K.
-    static constexpr u32 step_down(int k) { return k * 16 * BOX_ROW_BYTES / 16; }
 
-    static INLINE u64 descriptor(u32 tile) {
-        return 1ull << 62 | u64(8 * BOX_ROW_BYTES / 16) << 32 | u64(BOX_BYTES / 16) << 16 | (tile & 0x3ffff) >> 4;
-    }
+    // The descriptors of the sixteen columns from 16 k, for a tile whose rows are along M or N, and of the sixteen rows from
+    // 16 k, for one whose rows are along K.  Only the address in the lower word changes.
+    struct Descriptor {
+        u32 low;
+
+        INLINE explicit Descriptor(u32 tile) : low(u32(BOX_BYTES / 16) << 16 | tile >> 4) {}
+        INLINE u64 along_row(int k) const { return at((k / 4 * BOX_BYTES + k % 4 * 32) / 16); }
+        INLINE u64 down(int k) const { return at(k * 16 * BOX_ROW_BYTES / 16); }
+        INLINE u64 at(u32 step) const { return u64(1u << 30 | 8 * BOX_ROW_BYTES / 16) << 32 | (low + step); }
+    };
 };
 
 // Products of a warpgroup.  They run on their own: fence before the first, when registers were written, commit what was
