@@ -15,18 +15,15 @@ Four modes:
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import functools
 import itertools
 import math
 import random
-import re
 import statistics
-import tempfile
 import time
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -46,6 +43,7 @@ _SAME = 0.005  # a difference that lies within 0.5 % is none
 _WARMUP_SHARE = 0.25
 _SAMPLE_SECONDS = 1.5e-3  # long against event resolution and graph launch
 _MAX_GRAPH_CALLS = 64
+_KERNEL_NODE = 0  # CU_GRAPH_NODE_TYPE_KERNEL
 
 
 # Statistics.
@@ -216,14 +214,14 @@ class GraphSampler:
         rounds = math.ceil(min(wanted, _MAX_GRAPH_CALLS) / len(calls))
         self.calls = max(rounds, 1) * len(calls)
         self.outputs: list[Any] = [None] * len(calls)
-        self.graph = torch.cuda.CUDAGraph()
-        self.graph.enable_debug_mode()  # keeps the graph until it was dumped
+        self.graph = torch.cuda.CUDAGraph(keep_graph=True)  # to read its nodes
         # A backward launches from autograd's own thread, which the default mode would refuse.
         with torch.cuda.graph(self.graph, stream=stream, capture_error_mode="thread_local"):
             for i in range(self.calls):
                 self.outputs[i % len(calls)] = None
                 self.outputs[i % len(calls)] = calls[i % len(calls)]()
-        self.kernels = kernel_names(_dump(self.graph))
+        self.kernels = graph_kernels(self.graph.raw_cuda_graph())
+        self.graph.instantiate()
 
     def __call__(self) -> Callable[[], float]:
         start, end = _event(), _event()
@@ -233,21 +231,47 @@ class GraphSampler:
         return lambda: start.elapsed_time(end) / 1e3 / self.calls
 
 
-def _dump(graph: torch.cuda.CUDAGraph) -> str:
-    """The graph in the DOT language, as the CUDA runtime describes it."""
-    with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # PyTorch announces the dump
-        path = Path(folder) / "graph.dot"
-        try:
-            graph.debug_dump(str(path))
-            return path.read_text(errors="replace")
-        except (OSError, RuntimeError):  # the names are worth having, the times are worth more
-            return ""
+class _KernelNode(ctypes.Structure):  # CUDA_KERNEL_NODE_PARAMS_v2
+    _fields_ = [
+        ("function", ctypes.c_void_p),
+        ("shape", ctypes.c_uint * 7),
+        ("params", ctypes.c_void_p),
+        ("extra", ctypes.c_void_p),
+        ("kernel", ctypes.c_void_p),
+        ("context", ctypes.c_void_p),
+    ]
 
 
-def kernel_names(dot: str) -> list[str]:
-    """The device functions that a dumped graph launches, each once, in order; a name stands before its launch shape."""
-    names = re.findall(r"([A-Za-z_$][\w$]*)\\?<\\?<\\?<", dot)
+def graph_kernels(graph: int, driver: Any = None) -> list[str]:
+    """The device functions that a captured CUgraph launches, each once, in order; empty where the driver cannot tell.
+
+    ``driver`` is the CUDA driver's library, or what stands for it in a test.
+    """
+
+    def ask(name: str, *args: Any) -> None:
+        if getattr(driver, name)(*args):
+            raise OSError(f"{name} failed")
+
+    names: list[str] = []
+    try:
+        driver = driver or ctypes.CDLL("libcuda.so.1")
+        count = ctypes.c_size_t()
+        ask("cuGraphGetNodes", ctypes.c_void_p(graph), None, ctypes.byref(count))
+        nodes = (ctypes.c_void_p * count.value)()
+        ask("cuGraphGetNodes", ctypes.c_void_p(graph), nodes, ctypes.byref(count))
+        for node in map(ctypes.c_void_p, nodes):
+            kind, params, name = ctypes.c_int(), _KernelNode(), ctypes.c_char_p()
+            ask("cuGraphNodeGetType", node, ctypes.byref(kind))
+            if kind.value != _KERNEL_NODE:
+                continue
+            ask("cuGraphKernelNodeGetParams_v2", node, ctypes.byref(params))
+            if params.kernel:
+                ask("cuKernelGetName", ctypes.byref(name), ctypes.c_void_p(params.kernel))
+            else:
+                ask("cuFuncGetName", ctypes.byref(name), ctypes.c_void_p(params.function))
+            names.append((name.value or b"").decode(errors="replace"))
+    except (OSError, AttributeError):  # the names are worth having, the times are worth more
+        return []
     return list(dict.fromkeys(names))
 
 

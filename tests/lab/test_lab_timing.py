@@ -7,7 +7,6 @@ import random
 import statistics
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -108,12 +107,43 @@ def test_wall_and_host_samplers_give_seconds_per_call():
     assert waited == [1]
 
 
-DOT = r"""digraph dot { subgraph cluster_1 { label="graph_1" graph[style="dashed"];
-"graph_1_node_0"[style="bold" shape="record" label="{KERNEL
-| {ID | 0 (topoId: 1) | _ZN5flash11fwd_kernelEv\<\<\<132,384,227328\>\>\>}
-| {{node handle | func handle} | {0x01 | 0x02}}}"];
-"graph_1_node_1"[label="{KERNEL | {ID | 1 | attention_fwd_kernel\<\<\<2048,256,0\>\>\>}}"];
-"graph_1_node_2"[label="{KERNEL | {ID | 2 | attention_fwd_kernel\<\<\<2048,256,0\>\>\>}}"]; } }"""
+class FakeDriver:
+    """The CUDA driver's answers about a graph of two kernels, a memset between them, and the second kernel again."""
+
+    def cuGraphGetNodes(self, graph: Any, nodes: Any, count: Any) -> int:
+        count._obj.value = 4
+        if nodes is not None:
+            nodes[:] = [11, 12, 13, 14]
+        return 0
+
+    def cuGraphNodeGetType(self, node: Any, kind: Any) -> int:
+        kind._obj.value = 2 if node.value == 12 else 0
+        return 0
+
+    def cuGraphKernelNodeGetParams_v2(self, node: Any, params: Any) -> int:
+        if node.value == 11:
+            params._obj.function = 21  # a function of a module
+        else:
+            params._obj.kernel = 22  # a kernel of a library
+        return 0
+
+    def cuFuncGetName(self, name: Any, function: Any) -> int:
+        assert function.value == 21
+        name._obj.value = b"attention_fwd_kernel"
+        return 0
+
+    def cuKernelGetName(self, name: Any, kernel: Any) -> int:
+        assert kernel.value == 22
+        name._obj.value = b"_ZN5flash11fwd_kernelEv"
+        return 0
+
+
+def test_the_kernels_of_a_graph_are_named_once_each():
+    driver = FakeDriver()
+    assert timing.graph_kernels(7, driver) == ["attention_fwd_kernel", "_ZN5flash11fwd_kernelEv"]
+    driver.cuFuncGetName = lambda name, function: 1  # type: ignore[method-assign]
+    assert timing.graph_kernels(7, driver) == []
+    assert timing.graph_kernels(7, object()) == []
 
 
 class FakeCuda:
@@ -135,13 +165,19 @@ class FakeCuda:
 
         class Graph:
             calls = 0
+            ready = False
 
-            def enable_debug_mode(self) -> None: ...
+            def __init__(self, keep_graph: bool) -> None:
+                assert keep_graph
 
-            def debug_dump(self, path: str) -> None:
-                Path(path).write_text(DOT)
+            def raw_cuda_graph(self) -> int:
+                return 7
+
+            def instantiate(self) -> None:
+                self.ready = True
 
             def replay(self) -> None:
+                assert self.ready
                 fake.now += self.calls
 
         class Capture:
@@ -173,10 +209,11 @@ class FakeCuda:
 
 def test_graph_sampler_rotates_through_the_inputs_and_keeps_the_outputs(monkeypatch):
     cuda = FakeCuda(monkeypatch)
+    monkeypatch.setattr(timing, "graph_kernels", lambda graph: [f"kernel of {graph}"])
     sampler = timing.GraphSampler([cuda.call("a"), cuda.call("b"), cuda.call("c")])
     assert sampler.calls == 3
     assert sampler.outputs == ["a", "b", "c"]
-    assert sampler.kernels == ["_ZN5flash11fwd_kernelEv", "attention_fwd_kernel"]
+    assert sampler.kernels == ["kernel of 7"]
     assert sampler()() == pytest.approx(1e-3)
 
 

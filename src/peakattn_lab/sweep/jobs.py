@@ -5,6 +5,7 @@ for done in compile_many(jobs, processes=16): ...
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from peakattn_lab.records import FunctionFacts
 from peakattn_lab.workers import Setup, run_many
 
 COMPILE_TIMEOUT = 180.0  # seconds; ptxas needs minutes for some tiles that spill by the thousand
+_NICE = 10  # compilers leave the CPU to the process that measures: one GPU waits for it, and they are many
 
 
 @dataclass(frozen=True)
@@ -90,6 +92,8 @@ def _compiler() -> Callable[[CompileJob], tuple[FunctionFacts, ...]]:
     import torch
 
     torch.set_num_threads(1)
+    if hasattr(os, "nice"):
+        os.nice(_NICE)
     return compile_one
 
 
