@@ -32,7 +32,10 @@ PREDICTION = (
     "through shared memory, written and read: 250 of 2000 clocks. The second product reads 64 bytes of it a clock now, where "
     "it read 96."
 )
-WHY = ""
+WHY = (
+    "1.09 to 1.14 x with a full mask, as predicted, and 1.05 x with a causal one, whose masked tiles and short row "
+    "blocks spend their time elsewhere."
+)
 PUBLISHED: dict[str, str] = {}
 VISITS = "visible"
 

@@ -22,7 +22,12 @@ PREDICTION = (
     "output and 4 shuffles go, and with them the chain through the maximum that the first exponential waits for. Less at 1k "
     "causal, where a quarter of the tiles touch the diagonal and keep the exact softmax."
 )
-WHY = ""
+WHY = (
+    "1.11 to 1.22 x with a full mask, more than the predicted 1.07 x, and past the best rival from 4k on. The "
+    "exponentials no longer wait for a maximum of all scores, so they start as the scores arrive; a quarter of the 445 "
+    "instructions a tile are gone. Causal 1k gains 1.04 x: half of its tiles are cut by an edge and keep the exact "
+    "softmax."
+)
 PUBLISHED: dict[str, str] = {}
 VISITS = "visible"
 
