@@ -16,6 +16,7 @@ Shared-memory reads and writes that meet a bank twice are counted in ``conflicts
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -127,9 +128,18 @@ class Program:
         self.labels: dict[str, int] = {}
         self.code: list[Instruction] = []
         statement = ""
+        scopes: list[dict[str, str]] = []  # the names of registers that a block of lines has for itself
         for line in lines:
+            if not statement and line in ("{", "}"):
+                scopes = [*scopes, {}] if line == "{" else scopes[:-1]
+                continue
+            if not statement and scopes and (own := re.match(r"\.reg \.\w+\s+(%[a-z]+)(\d+);$", line)):
+                scopes[-1][own[1] + own[2]] = f"{own[1]}{_OWN_NAMES + len(self.code)}{own[2]}"
+                continue
             if not statement and line.startswith((".reg", ".loc", ".pragma", "{", "}")):
                 continue
+            for name, own_name in itertools.chain.from_iterable(scope.items() for scope in scopes):
+                line = re.sub(rf"{name}\b", own_name, line)
             if label := re.match(r"(\$?\w+):$", line):
                 self.labels[label[1]] = len(self.code)
                 continue
@@ -150,7 +160,8 @@ _LINE = re.compile(r"(?:@(!?)(%p\d+)\s+)?([\w.:]+)\s*(.*?);$")
 _OPERAND = re.compile(r"\{[^}]*\}|\[[^\]]*\]|[^,{}\[\]]+")
 
 
-_CONTROL = {"bra", "bra.uni", "ret", "bar.sync"}
+_CONTROL = {"bra", "bra.uni", "ret", "bar.sync", "bar.red.or.pred"}
+_OWN_NAMES = 10**6  # above all numbers that the compiler gives to a function's registers
 
 
 def _parse(line: str) -> Instruction:
@@ -183,6 +194,11 @@ class Block:
             if not ready.any():
                 if ended.any() or len(set(at)) > 1:
                     raise RuntimeError("not all threads of the block meet at one barrier")
+                barrier = self.program.code[at[0]]
+                if barrier.opcode == "bar.red.or.pred":
+                    everyone = np.arange(self.num_threads)
+                    found = self.get(barrier.operands[2], "pred", everyone).any()
+                    self.put(barrier.operands[0], np.full(self.num_threads, found), everyone)
                 at += 1
                 waiting[:] = False
                 continue
@@ -198,7 +214,7 @@ class Block:
                 at[here] += 1
                 if instruction.opcode == "ret":
                     ended[taken] = True
-                elif instruction.opcode == "bar.sync":
+                elif instruction.opcode.startswith("bar."):
                     at[taken] -= 1
                     waiting[taken] = True
                 else:
@@ -409,7 +425,7 @@ def _bfi(i: Instruction) -> Step:
     return _compute(i, insert)
 
 
-@form(r"selp\.(b16|b32|b64|f32)")
+@form(r"selp\.(b16|b32|u32|b64|f32)")
 def _selp(i: Instruction) -> Step:
     destination, x, y, condition = i.operands
     return lambda b, threads: b.put(

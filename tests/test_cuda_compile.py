@@ -19,6 +19,12 @@ from peakattn.problem import AttentionProblem
 CAUSAL = AttentionProblem(4, 4096, 4096, 16, 16, 128, 128, torch.bfloat16, window_right=0, return_lse=True)
 ARCHS = ("a100", "a10", "l40s", "h200", "b200", "rtx5090")
 NEEDED = {64: Config(128, 64, 4), 128: Config(128, 64, 8, q_in_registers=True), 256: Config(64, 32, 4)}
+# The default tiles for bfloat16 on Hopper.
+STALE = {
+    64: Config(128, 64, 4, 2, stale_origin=True),
+    128: Config(128, 32, 4, 2, stale_origin=True),
+    256: Config(128, 32, 8, 2, q_in_registers=True, stale_origin=True),
+}
 
 
 def of_dim(head_dim: int, head_dim_v: int | None = None, problem: AttentionProblem = CAUSAL) -> AttentionProblem:
@@ -63,6 +69,25 @@ def test_what_a_tile_costs(name: str, head_dim: int) -> None:
         assert "STS" not in loop
     hidden = 8 * m_tiles * n_tiles
     assert masked["FSEL"] >= hidden > plain.get("FSEL", 0), "no mask code in the interior"
+
+
+@pytest.mark.parametrize("head_dim", STALE)
+def test_a_stale_origin_has_no_maximum_in_the_interior(head_dim: int) -> None:
+    config, device = STALE[head_dim], Device.named("h200")
+    assert fwd_sm80.default_config(of_dim(head_dim), device) == config
+    made = artifacts(of_dim(head_dim), config, device.arch)
+    assert made.registers * made.num_threads <= 64 * 1024
+    plain, masked = sorted(made.loops, key=lambda loop: sum(loop.values()))
+    m_tiles, n_tiles = config.block_m // (16 * config.num_warps), config.block_n // 16
+    assert "STL" not in plain
+    assert "LDL" not in plain
+    assert plain["HMMA"] == masked["HMMA"] == 4 * m_tiles * n_tiles * head_dim // 16
+    assert plain["MUFU"] == 8 * m_tiles * n_tiles, "each weight, and no rescaling"
+    assert masked["MUFU"] == m_tiles * (8 * n_tiles + 2)
+    assert "SHFL" not in plain
+    assert "FMNMX" not in plain
+    assert plain["BAR"] == masked["BAR"] == 1, "a block meets once a tile"
+    assert sum(plain.values()) < 0.75 * sum(masked.values())
 
 
 def test_columns_that_are_only_padding_cost_no_products() -> None:

@@ -127,6 +127,21 @@ RUNS: list[tuple[Case, torch.dtype, dict[str, Any]]] = [
     (small("softcap_huge", seqlen_q=20, seqlen_k=20), F16, {"block_m": 32, "block_n": 16, "num_warps": 2}),
     (BY_NAME["huge_one_key"], BF16, {"block_m": 16, "block_n": 16, "num_warps": 1}),
 ]
+# The same kernel with a stale origin in the interior: several whole tiles, edges on both sides, no whole tile at all.
+STALE: list[tuple[Case, torch.dtype, dict[str, Any]]] = [
+    (small("full", seqlen_q=40, seqlen_k=90), BF16, {"block_m": 32, "block_n": 16, "num_warps": 2, "num_stages": 3}),
+    (small("causal", seqlen_q=70, seqlen_k=70), F16, {"block_m": 32, "block_n": 16, "num_warps": 2, "num_stages": 2}),
+    (
+        small("window_left", seqlen_q=90, seqlen_k=90),
+        BF16,
+        {"block_m": 32, "block_n": 16, "num_warps": 2, "num_stages": 2, "q_in_registers": True},
+    ),
+    (small("longer_q_bottom_right", seqlen_q=70), BF16, {"block_m": 32, "block_n": 16, "num_warps": 2}),
+    (small("softcap_window", seqlen_q=40, seqlen_k=60), BF16, {"block_m": 16, "block_n": 16, "num_warps": 1, "num_stages": 2}),
+    (small("dim_72", seqlen_q=40, seqlen_k=70), BF16, {"block_m": 32, "block_n": 16, "num_warps": 1, "num_stages": 2}),
+    (small("large_logits", seqlen_q=30, seqlen_k=70), F16, {"block_m": 32, "block_n": 16, "num_warps": 2, "num_stages": 2}),
+    (BY_NAME["no_keys"], BF16, {"block_m": 16, "block_n": 16, "num_warps": 1, "num_stages": 2}),
+]
 CUTE = ("full", "window_left", "longer_q_bottom_right")
 
 
@@ -139,6 +154,50 @@ def test_cuda_fwd_sm80_keeps_the_error_budget(case: Case, dtype: torch.dtype, kn
         assert conflicts == 0
 
 
+@pytest.mark.parametrize(("case", "dtype", "knobs"), STALE, ids=[str(run[0]) for run in STALE])
+def test_a_stale_origin_keeps_the_error_budget(case: Case, dtype: torch.dtype, knobs: dict[str, Any]) -> None:
+    tensors = case.inputs(dtype)
+    out, lse, conflicts = forward("cuda.fwd_sm80", tensors, {**knobs, "stale_origin": True}, case.options)
+    check(out, lse, tensors, case.options)
+    assert conflicts == 0
+
+
+GROWTH = [
+    ("up to the limit", BF16, 30.0),
+    ("beyond it", BF16, 300.0),
+    ("beyond float16", F16, 30.0),
+    ("infinite", BF16, math.inf),
+]
+
+
+@pytest.mark.parametrize("num_stages", [1, 2])
+@pytest.mark.parametrize(("dtype", "growth"), [g[1:] for g in GROWTH], ids=[g[0] for g in GROWTH])
+def test_scores_that_outgrow_a_stale_origin_are_found(dtype: torch.dtype, growth: float, num_stages: int) -> None:
+    """Later keys of one head score far above those of the first tile, or are infinite; the exact softmax has the answer."""
+    case = Case("growing", "", 40, 90, 1, 1, 32, options={"softmax_scale": 1.0})
+    q, k, v = (x / 4 for x in case.inputs(dtype))
+    q[:, :, :, 0] = 1.0
+    k[:, :, :, 0] = torch.where(torch.arange(90) == 70, growth, 0.0)[None, :, None]
+    knobs = {"block_m": 32, "block_n": 16, "num_warps": 2, "num_stages": num_stages}
+    out, lse, _ = forward("cuda.fwd_sm80", (q, k, v), {**knobs, "stale_origin": True}, case.options)
+    if math.isfinite(growth):
+        check(out, lse, (q, k, v), case.options)
+    exact_out, exact_lse, _ = forward("cuda.fwd_sm80", (q, k, v), knobs, case.options)
+    assert torch.equal(torch.isnan(out), torch.isnan(exact_out))
+    assert torch.equal(torch.isnan(lse), torch.isnan(exact_lse))
+
+
+def test_values_that_overflow_with_a_stale_origin_do_not_with_the_exact_one() -> None:
+    case = Case("vast values", "", 20, 90, 1, 1, 32, options={"softmax_scale": 1.0})
+    q, k, v = (x / 4 for x in case.inputs(BF16))
+    q[:, :, :, 0] = 1.0
+    k[:, :, :, 0] = torch.where(torch.arange(90) == 70, 35.0, 0.0)[None, :, None]
+    v *= 1e30
+    knobs = {"block_m": 32, "block_n": 16, "num_warps": 2, "num_stages": 2, "stale_origin": True}
+    out, lse, _ = forward("cuda.fwd_sm80", (q, k, v), knobs, case.options)
+    check(out, lse, (q, k, v), case.options)
+
+
 @pytest.mark.parametrize(("case", "dtype"), [run[:2] for run in RUNS if run[0].name in CUTE], ids=str)
 def test_cute_fwd_sm80_keeps_the_error_budget(case: Case, dtype: torch.dtype) -> None:
     tensors = case.inputs(dtype)
@@ -149,12 +208,13 @@ def test_cute_fwd_sm80_keeps_the_error_budget(case: Case, dtype: torch.dtype) ->
 
 
 @pytest.mark.parametrize("warp_order", [(0, 1), (1, 0)])
-@pytest.mark.parametrize("num_stages", [1, 2])
+@pytest.mark.parametrize("num_stages", [1, 2, 3])
 def test_no_warp_needs_another_to_be_late_or_early(num_stages: int, warp_order: tuple[int, ...]) -> None:
     """One warp at a time runs up to its barrier; copies that it must wait for are NaN until it has."""
     case = small("window_both", seqlen_q=40, seqlen_k=60)
     tensors = case.inputs(F16)
     knobs = {"block_m": 32, "block_n": 16, "num_warps": 2, "num_stages": num_stages, "q_in_registers": num_stages == 2}
+    knobs["stale_origin"] = num_stages == 3
     out, lse, _ = forward("cuda.fwd_sm80", tensors, knobs, case.options, warp_order)
     check(out, lse, tensors, case.options)
 

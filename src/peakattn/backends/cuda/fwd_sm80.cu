@@ -3,7 +3,7 @@
 // A block owns BLOCK_M query rows of one head and a warp BLOCK_M / NUM_WARPS of them, all columns: rows never cross warps.
 // K and V tiles lie in rings of NUM_STAGES in shared memory.  The constants in capitals come from the compiler's command
 // line: ELEMENT (Half or BFloat), HEAD_DIM, HEAD_DIM_V, BLOCK_M, BLOCK_N, NUM_WARPS, NUM_STAGES, OCCUPANCY,
-// and as 0 or 1: Q_IN_REGISTERS, SWIZZLE, HAS_LEFT, HAS_RIGHT (limits of the window), SOFTCAP, STORE_LSE.
+// and as 0 or 1: Q_IN_REGISTERS, STALE_ORIGIN, SWIZZLE, HAS_LEFT, HAS_RIGHT (limits of the window), SOFTCAP, STORE_LSE.
 
 #include "tile_ops.cuh"
 
@@ -23,6 +23,9 @@ using TileV = Tile<BLOCK_N, DIM_V, SWIZZLE>;
 using TileO = Tile<BLOCK_M, DIM_V, SWIZZLE>;
 constexpr int K_AT = TileQ::BYTES;
 constexpr int V_AT = K_AT + NUM_STAGES * TileK::BYTES;
+
+// What a row's sum may be with a stale origin: far from overflow, whatever V is multiplied by within reason.
+constexpr float LARGEST_SUM = 1.8446744073709552e19f;  // 2^64
 
 // Base-2 scores beyond this are rounded by more than half, so that exp2(score - max) could miss 1 by any factor.
 constexpr float EXACT = 16777216.0f;
@@ -84,7 +87,7 @@ struct Rows {
     float m[M_TILES][2], shift[M_TILES][2], l[M_TILES][2];  // maximum, maximum * scale, this lane's part of the sum
     u32 q[Q_IN_REGISTERS ? M_TILES : 1][Q_IN_REGISTERS ? DIM / 16 : 1][4];
 
-    INLINE Rows() {
+    INLINE void clear() {
 #pragma unroll
         for (int i = 0; i < M_TILES; ++i) {
 #pragma unroll
@@ -149,6 +152,20 @@ INLINE void multiply_pv(Rows &rows, const Scores &p, const TileV::Place &values)
     }
 }
 
+// Turns a row's scores into weights; returns this lane's part of their sum.
+INLINE float weights(float (&s)[N_TILES][4], int half, float scale, float origin) {
+    float sum = 0.0f;
+#pragma unroll
+    for (int n = 0; n < N_TILES; ++n)
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+            float &x = s[n][2 * half + e];
+            x = exp2_approx(__fmaf_rn(x, scale, -origin));
+            sum += x;
+        }
+    return sum;
+}
+
 // Turns scores into weights, and brings maximum, sum and accumulator up to them.
 template <bool MASKED>
 INLINE void softmax(Scores &s, Rows &rows, const Scales &scales, const Mask &mask, int first_row, int n_offset) {
@@ -174,15 +191,7 @@ INLINE void softmax(Scores &s, Rows &rows, const Scales &scales, const Mask &mas
             const float shift = __fmul_rn(m, scale);  // rounded: no FMA may take it in
             const float origin = MASKED && m == -INF ? 0.0f : shift;
             const float alpha = exp2_approx(rows.shift[i][half] - origin);
-            float sum = 0.0f;
-#pragma unroll
-            for (int n = 0; n < N_TILES; ++n)
-#pragma unroll
-                for (int e = 0; e < 2; ++e) {
-                    float &x = s[i][n][2 * half + e];
-                    x = exp2_approx(__fmaf_rn(x, scale, -origin));
-                    sum += x;
-                }
+            rows.l[i][half] = rows.l[i][half] * alpha + weights(s[i], half, scale, origin);
 #pragma unroll
             for (int n = 0; n < V_TILES; ++n) {
                 rows.acc[i][n][2 * half] *= alpha;
@@ -190,8 +199,38 @@ INLINE void softmax(Scores &s, Rows &rows, const Scales &scales, const Mask &mas
             }
             rows.m[i][half] = m;
             rows.shift[i][half] = shift;
-            rows.l[i][half] = rows.l[i][half] * alpha + sum;
         }
+}
+
+// The same with the origin that a row has.  A quotient does not depend on what is subtracted from both of its exponents, so
+// there is no maximum to look for and nothing to bring up to it.  Scores that outgrow the origin show in the sum.
+INLINE void softmax_from_stale_origin(Scores &s, Rows &rows, const Scales &scales) {
+#pragma unroll
+    for (int i = 0; i < M_TILES; ++i)
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            if (SOFTCAP)
+#pragma unroll
+                for (int n = 0; n < N_TILES; ++n)
+#pragma unroll
+                    for (int e = 0; e < 2; ++e) s[i][n][2 * half + e] = scales.capped(s[i][n][2 * half + e]);
+            rows.l[i][half] += weights(s[i], half, scales.of_row(rows.m[i][half]), rows.shift[i][half]);
+        }
+}
+
+// Whether weights or what they were multiplied with may have overflowed.
+INLINE bool outgrown(const Rows &rows) {
+    bool found = false;
+#pragma unroll
+    for (int i = 0; i < M_TILES; ++i) {
+        float checksum = 0.0f;
+#pragma unroll
+        for (int n = 0; n < V_TILES; ++n)
+#pragma unroll
+            for (int e = 0; e < 4; ++e) checksum += fabsf(rows.acc[i][n][e]);
+        found |= !(checksum < INF && rows.l[i][0] < LARGEST_SUM && rows.l[i][1] < LARGEST_SUM);
+    }
+    return found;
 }
 
 // Computes a row again from its visible keys alone, 32 keys at a time for the weights and lanes along the columns for the
@@ -259,55 +298,82 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, OCCUPANCY)
         const int n = n_block * BLOCK_N;
         const u32 tile = sK + stage * TileK::BYTES;
         if (n_block < blocks.max_) copy_tile<TileK, NUM_THREADS, HEAD_DIM>(tile, gK.row(n), 2 * gK.stride, seqlen_k - n);
-        cp_async_commit();  // an empty group keeps the count
     };
     auto load_v = [&](int n_block, int stage) {
         const int n = n_block * BLOCK_N;
         const u32 tile = sV + stage * TileV::BYTES;
         if (n_block < blocks.max_) copy_tile<TileV, NUM_THREADS, HEAD_DIM_V>(tile, gV.row(n), 2 * gV.stride, seqlen_k - n);
-        cp_async_commit();
     };
 
-    // Groups are committed as Q, K0, V0, K1, V1, ...: K runs NUM_STAGES tiles ahead and V one less, so that at each wait
-    // below AHEAD newer groups may still be on their way.
-    constexpr int AHEAD = 2 * (NUM_STAGES - 1);
     copy_tile<TileQ, NUM_THREADS, HEAD_DIM>(sQ, gQ.row(m_offset), 2 * gQ.stride, num_rows);
-    cp_async_commit();
-#pragma unroll
-    for (int stage = 0; stage < NUM_STAGES; ++stage) {
-        if (stage > 0) load_v(blocks.min_ + stage - 1, stage - 1);
-        load_k(blocks.min_ + stage, stage);
-    }
-    if (Q_IN_REGISTERS) {
-        cp_async_wait<AHEAD + 1>();
-        __syncthreads();
-        read_q(rows, queries);
-    }
 
-    int stage = 0;
-    auto step = [&](int n_block, auto masked) {
+    // With one stage V is fetched while the block multiplies Q by K, and the next K while it does the rest.  With more, a
+    // tile of each arrives as one group, NUM_STAGES - 1 tiles ahead, and the block meets once a tile.
+    constexpr int AHEAD = NUM_STAGES > 1 ? NUM_STAGES - 2 : 0;  // newer groups that may be on their way at a wait
+    int stage;
+    auto begin = [&] {
+        rows.clear();
+        stage = 0;
+#pragma unroll
+        for (int i = 0; i < NUM_STAGES - (NUM_STAGES > 1); ++i) {
+            load_k(blocks.min_ + i, i);
+            if (NUM_STAGES > 1) load_v(blocks.min_ + i, i);
+            cp_async_commit();
+        }
+    };
+    auto step = [&](int n_block, auto stale, auto masked) {
         cp_async_wait<AHEAD>();
-        __syncthreads();  // K is here, and no warp reads the last V any more: the next takes its place
-        load_v(n_block + NUM_STAGES - 1, stage == 0 ? NUM_STAGES - 1 : stage - 1);
+        __syncthreads();  // K is here, and no warp reads the last tiles any more
+        if (NUM_STAGES > 1) {
+            const int last_stage = stage == 0 ? NUM_STAGES - 1 : stage - 1;
+            load_k(n_block + NUM_STAGES - 1, last_stage);
+            load_v(n_block + NUM_STAGES - 1, last_stage);
+        } else {
+            load_v(n_block, 0);
+        }
+        cp_async_commit();  // an empty group keeps the count
         Scores s = {};
         multiply_qk(s, rows, queries, keys.moved(stage * TileK::BYTES));
-        cp_async_wait<AHEAD>();
-        __syncthreads();  // V is here, and no warp reads this K any more
-        load_k(n_block + NUM_STAGES, stage);
-        softmax<decltype(masked)::value>(s, rows, scales, mask, lane_row, n_block * BLOCK_N);
+        if (NUM_STAGES == 1) {
+            cp_async_wait<0>();
+            __syncthreads();  // V is here, and no warp reads K any more
+            load_k(n_block + 1, 0);
+            cp_async_commit();
+        }
+        if constexpr (decltype(stale)::value)
+            softmax_from_stale_origin(s, rows, scales);
+        else
+            softmax<decltype(masked)::value>(s, rows, scales, mask, lane_row, n_block * BLOCK_N);
         multiply_pv(rows, s, values.moved(stage * TileV::BYTES));
         if (NUM_STAGES > 1) stage = stage == NUM_STAGES - 1 ? 0 : stage + 1;
     };
-    int n_block = blocks.min_;
-    if (HAS_LEFT)
-#pragma unroll 1
-        for (; n_block < blocks.full_min; ++n_block) step(n_block, Bool<true>{});
-#pragma unroll 1
-    for (; n_block < blocks.full_max; ++n_block) step(n_block, Bool<false>{});
-#pragma unroll 1
-    for (; n_block < blocks.max_; ++n_block) step(n_block, Bool<true>{});
 
-    cp_async_wait<0>();
+    begin();
+    if (Q_IN_REGISTERS) {
+        cp_async_wait<AHEAD>();
+        __syncthreads();
+        read_q(rows, queries);
+    }
+    // Tiles that an edge cuts, then those that every row sees whole, then the other edge.  A stale origin comes from the
+    // first whole tile.  Where one was outgrown, the block goes over all tiles again as if an edge cut them.
+    int edge = STALE_ORIGIN ? min(blocks.full_min + 1, blocks.full_max) : blocks.full_min;
+#pragma unroll 1
+    for (;;) {
+        int n_block = blocks.min_;
+#pragma unroll 1
+        for (int end = edge;; end = blocks.max_) {
+#pragma unroll 1
+            for (; n_block < end; ++n_block) step(n_block, Bool<false>{}, Bool<true>{});
+            if (end == blocks.max_) break;
+#pragma unroll 1
+            for (; n_block < blocks.full_max; ++n_block) step(n_block, Bool<STALE_ORIGIN>{}, Bool<false>{});
+        }
+        cp_async_wait<0>();
+        if (!STALE_ORIGIN || edge == blocks.max_ || !__syncthreads_or(outgrown(rows))) break;
+        edge = blocks.max_;
+        begin();
+    }
+
     __syncthreads();  // the output takes the place of the tiles
     float total[M_TILES][2];
 #pragma unroll

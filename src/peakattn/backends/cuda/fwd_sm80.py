@@ -8,6 +8,12 @@ P goes from the first product into the second without leaving its registers.  Th
 left edge of a window cuts, those every row sees whole, with no mask code, and those the right edge or the end of the keys
 cuts.  ``fwd_sm80.cu`` has the device code and ``tile_ops.cuh`` what it is written with.
 
+``stale_origin`` leaves the maximum out of the tiles that no edge cuts.  Softmax does not depend on what is subtracted, as
+long as nothing overflows: a row takes its origin from its first whole tile and keeps it, so that later tiles have no
+comparison, no shuffle and no rescaling.  Weights and sums have the exponents of float32.  A block whose sums or outputs
+outgrew that in the end, which takes scores 44 (float16: 10) above the first tile's in natural logarithms, or infinities,
+goes over its tiles again with the exact softmax.
+
 A masked score is replaced by -inf, and rows and columns past the tensors are read as zeros.  V may still hold NaN where it
 is masked; its weight there is 0, and 0 * NaN is NaN: a row that ends with a NaN is computed again from its visible keys
 alone, which is compiled only for problems with a mask.
@@ -36,7 +42,7 @@ _VECTOR = 8  # elements of one 16-byte copy
 _TILE = 16  # rows and k-steps of one product
 _REGISTERS = 255  # the most of a thread
 # Addresses, row statistics and operands on their way: what the compiler takes for them, and the least it can do with.
-_OWN_REGISTERS, _LEAST_OWN_REGISTERS = 90, 60
+_OWN_REGISTERS, _LEAST_OWN_REGISTERS = 90, 45
 _SYSTEM_SHARED = 1024  # bytes of shared memory that each block takes besides its own
 _ELEMENTS = {torch.float16: "Half", torch.bfloat16: "BFloat"}
 
@@ -52,6 +58,7 @@ class Config:
     q_in_registers: bool = False
     swizzle: bool = True  # else rows in shared memory are padded
     occupancy: int = 1  # blocks on an SM for which the compiler must leave registers
+    stale_origin: bool = False  # no maximum in tiles that no edge cuts
 
     def __post_init__(self) -> None:
         if self.num_warps not in (1, 2, 4, 8):
@@ -98,13 +105,21 @@ def default_config(problem: AttentionProblem, device: Device) -> Config:
 
 def _candidates(problem: AttentionProblem, device: Device) -> list[Config]:
     """Warps of 32 rows, which read K and V half as often, where they fit into registers, and blocks of 8 to 1 warps of 16."""
+    # Ten in natural logarithms is no rare growth, so float16 keeps the exact softmax.
+    stale = problem.dtype == torch.bfloat16
     dim = max(_padded(problem.head_dim), _padded(problem.head_dim_v))
     if dim <= 64:
-        return [Config(128, 64, 4), *(Config(16 * warps, 64, warps, q_in_registers=True) for warps in (4, 2, 1))]
-    if dim <= 128:
-        wide = [Config(128, 32, 4)] if device.arch < 100 else []  # it spills in its loop from there on
-        return [*wide, *(Config(16 * warps, 64, warps, q_in_registers=True) for warps in (8, 4, 2, 1))]
-    return [Config(16 * warps, 32, warps) for warps in (8, 4, 2, 1)]
+        tiles_ = [(128, 64, 4, False), *((16 * warps, 64, warps, True) for warps in (4, 2, 1))]
+    elif dim <= 128:
+        wide = [(128, 32, 4, False)] if device.arch < 100 else []  # it spills in its loop from there on
+        tiles_ = [*wide, *((16 * warps, 64, warps, True) for warps in (8, 4, 2, 1))]
+    else:
+        tiles_ = [(128, 32, 8, True), *((16 * warps, 32, warps, False) for warps in (8, 4, 2, 1))]
+    return [
+        Config(m, n, warps, stages, q_in_registers, stale_origin=stale)
+        for m, n, warps, q_in_registers in tiles_
+        for stages in (2, 1)
+    ]
 
 
 def search_space(problem: AttentionProblem, device: Device) -> Iterable[Config]:
@@ -112,8 +127,10 @@ def search_space(problem: AttentionProblem, device: Device) -> Iterable[Config]:
     for num_warps, rows, block_n in itertools.product((1, 2, 4, 8), (16, 32), (32, 48, 64, 96, 128)):
         # An occupancy below these leaves every thread all registers that it can have.
         occupancies = {4: (1, 3, 4), 8: (1, 2)}.get(num_warps, (1,))
-        for knobs in itertools.product((1, 2), (False, True), (True, False), occupancies):
-            config = Config(rows * num_warps, block_n, num_warps, *knobs)
+        for stages, in_registers, occupancy, (swizzle, stale) in itertools.product(
+            (1, 2), (False, True), occupancies, ((True, True), (True, False), (False, False))
+        ):
+            config = Config(rows * num_warps, block_n, num_warps, stages, in_registers, swizzle, occupancy, stale)
             if misfit(problem, config, device) is None:
                 yield config
 
@@ -249,6 +266,7 @@ def launches(
         "NUM_STAGES": config.num_stages,
         "OCCUPANCY": config.occupancy,
         "Q_IN_REGISTERS": int(config.q_in_registers),
+        "STALE_ORIGIN": int(config.stale_origin),
         "SWIZZLE": int(config.swizzle),
         "HAS_LEFT": int(left is not None),
         "HAS_RIGHT": int(right is not None),

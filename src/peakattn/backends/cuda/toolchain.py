@@ -49,7 +49,7 @@ _ARCH_SPECIFIC = 90  # from here on the machine code is for one architecture, wi
 _OPTIONS = ("-std=c++17", "-default-device")
 _INCLUDE = re.compile(r'^\s*#\s*include\s*"([^"]+)"', re.MULTILINE)
 _ENTRY = re.compile(r"\.visible \.entry (\w+)\((.*?)\)\s*\.maxntid (\d+)", re.DOTALL)
-_PARAM = re.compile(r"\.param\s+(?:\.align \d+\s+)?\.(\w+)\s+\w+(\[\d+\])?")
+_PARAM = re.compile(r"\.param\s+(?:\.align \d+\s+)?\.(\w+)(?:\s+\.ptr(?:\s+\.\w+(?:\s+\d+)?)*)?\s+\w+(\[\d+\])?")
 _KINDS = {"u32": "32-bit integer", "u64": "address or 64-bit integer", "f32": "float32", "b8[128]": "tensor map"}
 _LOG_LINES = 30
 
