@@ -38,9 +38,10 @@ def of(**change: Any) -> AttentionProblem:
         ({}, True, 64),
         ({"seqlen_q": 1, "num_heads_kv": 4}, True, 64),
         ({"seqlen_q": 48}, True, 64),  # 96 tiles of 64, fewer than SMs
-        ({"seqlen_q": 48, "batch": 8}, True, 128),  # 192 of them
+        ({"seqlen_q": 48, "batch": 8}, False, 64),  # as many rows of tiles either way
         ({"seqlen_q": 64}, False, 64),  # four full tiles either way
-        ({"seqlen_q": 64, "batch": 8}, True, 128),
+        ({"seqlen_q": 64, "batch": 8}, False, 64),
+        ({"seqlen_q": 16, "num_heads_kv": 4, "batch": 32}, True, 128),  # 256 of 64
         ({"seqlen_q": 128}, False, 128),
         ({"seqlen_q": 4096}, False, 128),
         ({"seqlen_q": 1, "num_heads_kv": 32}, False, 64),  # no groups
@@ -48,7 +49,7 @@ def of(**change: Any) -> AttentionProblem:
     ],
     ids=str,
 )
-def test_the_default_packs_where_that_leaves_fewer_tiles(change: dict[str, Any], packed: bool, block_m: int) -> None:
+def test_the_default_packs_where_that_leaves_fewer_rows_of_tiles(change: dict[str, Any], packed: bool, block_m: int) -> None:
     config = fwd_sm90.default_config(of(**change), H200)
     assert (config.pack_heads, config.block_m) == (packed, block_m)
 

@@ -130,19 +130,29 @@ def reject(problem: AttentionProblem, device: Device) -> str | None:
 def default_config(problem: AttentionProblem, device: Device) -> Config:
     """The fastest or near it in each class of the sweeps of 2026-11-29 on an H200, bf16; see the notebook.
 
-    Heads are packed where that takes away at least a quarter of the tiles, since each tile reads all its K and V anew.  Tiles
-    are of 64 rows then, unless that makes several for a group and more than there are SMs: larger ones read less.
+    Heads are packed where that takes away at least a quarter of the rows of tiles, since each tile reads all its K and V
+    anew.  Tiles are of 64 rows then, unless that makes several for a group and more than there are SMs: larger ones read less.
     """
-    dim = max(_tile_widths(problem))
-    small = Config(block_m=64, block_n=128 if dim <= 128 else 64, schedule="dynamic")  # one consumer
     usual = _long_default(problem)
-    plain = small if problem.seqlen_q <= 64 else usual
+    plain = _short_default(problem, device) if problem.seqlen_q <= 64 else usual
     if _unpackable(problem) is not None:
         return plain
-    packed = dataclasses.replace(small, pack_heads=True)
+    packed = _short_default(problem, device, pack_heads=True)
     if problem.seqlen_q > packed.positions(problem.group) and _num_tiles(problem, packed) > device.num_sms:
         packed = dataclasses.replace(usual, pack_heads=True)
-    return packed if 4 * _num_tiles(problem, packed) <= 3 * _num_tiles(problem, plain) else plain
+    rows = {config: config.block_m * _num_tiles(problem, config) for config in (packed, plain)}
+    return packed if 4 * rows[packed] <= 3 * rows[plain] else plain
+
+
+def _short_default(problem: AttentionProblem, device: Device, pack_heads: bool = False) -> Config:
+    """The default for few queries: one consumer."""
+    if max(_tile_widths(problem)) > 128:
+        return Config(64, 64, schedule="dynamic", pack_heads=pack_heads)
+    config = Config(64, 128, schedule="dynamic", pack_heads=pack_heads)
+    crowded = _num_tiles(problem, config) > device.num_sms
+    if pack_heads:
+        return config if crowded else dataclasses.replace(config, num_stages=3)  # an SM to itself: more loads on their way
+    return Config(64, 64, num_stages=3, occupancy=2, schedule="dynamic") if crowded else config
 
 
 def _long_default(problem: AttentionProblem) -> Config:
