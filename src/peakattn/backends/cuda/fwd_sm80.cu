@@ -214,12 +214,12 @@ INLINE void softmax_from_stale_origin(Scores &s, Rows &rows, const Scales &scale
                 for (int n = 0; n < N_TILES; ++n)
 #pragma unroll
                     for (int e = 0; e < 2; ++e) s[i][n][2 * half + e] = scales.capped(s[i][n][2 * half + e]);
-            rows.l[i][half] += weights(s[i], half, scales.of_row(rows.m[i][half]), rows.shift[i][half]);
+            rows.l[i][half] += weights(s[i], half, scales.qk, rows.shift[i][half]);
         }
 }
 
-// Whether weights or what they were multiplied with may have overflowed.
-INLINE bool outgrown(const Rows &rows) {
+// Whether weights or what they were multiplied with may have overflowed, or a row needs another scale.
+INLINE bool outgrown(const Rows &rows, const Scales &scales) {
     bool found = false;
 #pragma unroll
     for (int i = 0; i < M_TILES; ++i) {
@@ -229,6 +229,7 @@ INLINE bool outgrown(const Rows &rows) {
 #pragma unroll
             for (int e = 0; e < 4; ++e) checksum += fabsf(rows.acc[i][n][e]);
         found |= !(checksum < INF && rows.l[i][0] < LARGEST_SUM && rows.l[i][1] < LARGEST_SUM);
+        found |= scales.of_row(rows.m[i][0]) != scales.qk || scales.of_row(rows.m[i][1]) != scales.qk;
     }
     return found;
 }
@@ -294,30 +295,27 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, OCCUPANCY)
     const KeyBlocks blocks(mask, num_rows);
     Rows rows;
 
-    auto load_k = [&](int n_block, int stage) {
-        const int n = n_block * BLOCK_N;
-        const u32 tile = sK + stage * TileK::BYTES;
-        if (n_block < blocks.max_) copy_tile<TileK, NUM_THREADS, HEAD_DIM>(tile, gK.row(n), 2 * gK.stride, seqlen_k - n);
-    };
-    auto load_v = [&](int n_block, int stage) {
-        const int n = n_block * BLOCK_N;
-        const u32 tile = sV + stage * TileV::BYTES;
-        if (n_block < blocks.max_) copy_tile<TileV, NUM_THREADS, HEAD_DIM_V>(tile, gV.row(n), 2 * gV.stride, seqlen_k - n);
-    };
-
     copy_tile<TileQ, NUM_THREADS, HEAD_DIM>(sQ, gQ.row(m_offset), 2 * gQ.stride, num_rows);
 
     // With one stage V is fetched while the block multiplies Q by K, and the next K while it does the rest.  With more, a
     // tile of each arrives as one group, NUM_STAGES - 1 tiles ahead, and the block meets once a tile.
     constexpr int AHEAD = NUM_STAGES > 1 ? NUM_STAGES - 2 : 0;  // newer groups that may be on their way at a wait
-    int stage;
+    const int first_key = blocks.min_ * BLOCK_N, num_keys = min(seqlen_k, blocks.max_ * BLOCK_N) - first_key;
+    Tiles<TileK, NUM_THREADS, HEAD_DIM> tiles_k(gK.row(first_key), 2 * gK.stride);
+    Tiles<TileV, NUM_THREADS, HEAD_DIM_V> tiles_v(gV.row(first_key), 2 * gV.stride);
+    constexpr int K_AHEAD = NUM_STAGES > 1 ? NUM_STAGES - 1 : 1, V_AHEAD = NUM_STAGES - 1;
+    int stage, to_come;  // keys that no copy of V was started for; tiles past the last one are zeros
     auto begin = [&] {
         rows.clear();
         stage = 0;
+        to_come = num_keys;
 #pragma unroll
-        for (int i = 0; i < NUM_STAGES - (NUM_STAGES > 1); ++i) {
-            load_k(blocks.min_ + i, i);
-            if (NUM_STAGES > 1) load_v(blocks.min_ + i, i);
+        for (int i = 0; i < K_AHEAD; ++i) {
+            tiles_k.copy(sK + i * TileK::BYTES, to_come);
+            if (i < V_AHEAD) {
+                tiles_v.copy(sV + i * TileV::BYTES, to_come);
+                to_come -= BLOCK_N;
+            }
             cp_async_commit();
         }
     };
@@ -326,18 +324,19 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, OCCUPANCY)
         __syncthreads();  // K is here, and no warp reads the last tiles any more
         if (NUM_STAGES > 1) {
             const int last_stage = stage == 0 ? NUM_STAGES - 1 : stage - 1;
-            load_k(n_block + NUM_STAGES - 1, last_stage);
-            load_v(n_block + NUM_STAGES - 1, last_stage);
+            tiles_k.copy(sK + last_stage * TileK::BYTES, to_come);
+            tiles_v.copy(sV + last_stage * TileV::BYTES, to_come);
         } else {
-            load_v(n_block, 0);
+            tiles_v.copy(sV, to_come);
         }
-        cp_async_commit();  // an empty group keeps the count
+        to_come -= BLOCK_N;
+        cp_async_commit();
         Scores s = {};
         multiply_qk(s, rows, queries, keys.moved(stage * TileK::BYTES));
         if (NUM_STAGES == 1) {
             cp_async_wait<0>();
             __syncthreads();  // V is here, and no warp reads K any more
-            load_k(n_block + 1, 0);
+            tiles_k.copy(sK, to_come);
             cp_async_commit();
         }
         if constexpr (decltype(stale)::value)
@@ -369,8 +368,10 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, OCCUPANCY)
             for (; n_block < blocks.full_max; ++n_block) step(n_block, Bool<STALE_ORIGIN>{}, Bool<false>{});
         }
         cp_async_wait<0>();
-        if (!STALE_ORIGIN || edge == blocks.max_ || !__syncthreads_or(outgrown(rows))) break;
+        if (!STALE_ORIGIN || edge == blocks.max_ || !__syncthreads_or(outgrown(rows, scales))) break;
         edge = blocks.max_;
+        tiles_k.skip(blocks.min_ - blocks.max_ - K_AHEAD);
+        tiles_v.skip(blocks.min_ - blocks.max_ - V_AHEAD);
         begin();
     }
 

@@ -91,8 +91,10 @@ INLINE void ldmatrix_trans(u32 (&r)[4], u32 address) {
 
 // Asynchronous copies of 16 bytes past L1.  Of a copy with inside == false nothing is read and zeros are written.
 
+template <int OFFSET = 0>  // bytes from `from`
 INLINE void cp_async(u32 to, const void *from, bool inside) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(inside ? 16 : 0) : "memory");
+    asm volatile("cp.async.cg.shared.global [%0], [%1+%3], 16, %2;" ::"r"(to), "l"(from), "r"(inside ? 16 : 0), "n"(OFFSET)
+                 : "memory");
 }
 
 INLINE void cp_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
@@ -218,3 +220,42 @@ INLINE void copy_tile(u32 tile, const void *tensor, i64 stride_bytes, int rows) 
         from += AT_ONCE * stride_bytes;
     }
 }
+
+// Tiles of a tensor that follow each other, each copied by all threads of the block: what this thread reads of the next one.
+// The pointer takes a step from tile to tile; of a tile `rows` rows are there, and the rest is zeros.
+template <class Tile, int THREADS, int COLUMNS>
+struct Tiles {
+    static constexpr int AT_ONCE = THREADS / Tile::SPAN;  // rows
+    const char *next;
+    i64 stride_bytes;
+
+    INLINE Tiles(const void *tensor, i64 stride_bytes)
+        : next(static_cast<const char *>(tensor) + (first_row() * stride_bytes + first_chunk() * 16)),
+          stride_bytes(stride_bytes) {}
+
+    static INLINE int first_row() { return threadIdx.x / Tile::SPAN; }
+    static INLINE int first_chunk() { return threadIdx.x % Tile::SPAN; }
+
+    INLINE void copy(u32 tile, int rows) {
+        const typename Tile::Place to(tile, first_row(), first_chunk());
+        const char *from = next;
+        rows -= first_row();
+#pragma unroll
+        for (int row = 0; row < Tile::ROWS; row += AT_ONCE) {
+            if (Tile::ROWS % AT_ONCE == 0 || first_row() < Tile::ROWS - row) copy_chunks(to, row, from, row < rows);
+            from += AT_ONCE * stride_bytes;
+        }
+        skip(1);
+    }
+    INLINE void skip(int tiles) { next += tiles * Tile::ROWS * stride_bytes; }  // back with a negative number
+
+    // Chunks of a row at offsets that are part of the instruction.
+    template <int CHUNK = 0>
+    static INLINE void copy_chunks(const typename Tile::Place &to, int row, const char *from, bool inside) {
+        if constexpr (CHUNK < Tile::CHUNKS) {
+            const bool real = COLUMNS == Tile::CHUNKS * VECTOR || (CHUNK + first_chunk()) * VECTOR < COLUMNS;
+            cp_async<16 * CHUNK>(to.at(row, CHUNK), from, real && inside);
+            copy_chunks<CHUNK + Tile::SPAN>(to, row, from, inside);
+        }
+    }
+};
