@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from peakattn import dispatch
-from peakattn.backends import driver, load
+from peakattn.backends import binding, codecache, driver, load
 from peakattn.backends.binding import meta_tensors, slots_of
 from peakattn.backends.cuda import toolchain
 from peakattn.backends.cuda.toolchain import CudaLaunch, Int64
@@ -37,7 +37,7 @@ extern "C" __global__ void __launch_bounds__(32) scaled(const float *x, float *y
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty cache on disk and in the process."""
     monkeypatch.setenv("PEAKATTN_CACHE_DIR", str(tmp_path / "cache"))
-    monkeypatch.setattr(toolchain, "_compiled", {})
+    monkeypatch.setattr(toolchain, "_kept", codecache.Kept("cuda"))
     toolchain._hash_of_sources.cache_clear()
     return tmp_path / "cache" / "cuda"
 
@@ -68,7 +68,7 @@ def compiles(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 def forget() -> None:
     """What a new process knows: nothing."""
-    toolchain._compiled.clear()
+    toolchain._kept = codecache.Kept("cuda")
     toolchain._hash_of_sources.cache_clear()
 
 
@@ -156,8 +156,8 @@ def test_a_launch_passes_its_arguments_in_order(monkeypatch: pytest.MonkeyPatch)
         loaded.append((name, shared_bytes))
         return "function"
 
-    monkeypatch.setattr(toolchain, "_arch", lambda index: 80)
-    monkeypatch.setattr(toolchain, "_functions", {})
+    monkeypatch.setattr(binding, "arch_of", lambda index: 80)
+    monkeypatch.setattr(driver, "_functions", {})
     monkeypatch.setattr(driver, "load_function", load_function)
     tensors = meta_tensors(PROBLEM)
     (launch,) = KERNEL.launches(PROBLEM, KERNEL.Config(16, 16, 1), *tensors, 1.0, 0.0)

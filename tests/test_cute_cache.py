@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from peakattn import dispatch
-from peakattn.backends import driver, load
+from peakattn.backends import binding, codecache, driver, load
 from peakattn.backends.binding import meta_tensors, slots_of
 from peakattn.backends.cute import toolchain
 from peakattn.backends.cute.toolchain import Compiled, CuteLaunch, Int64, Tma
@@ -40,7 +40,7 @@ PTX = """.visible .entry attention_fwd_kernel_0(
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty cache on disk and in the process."""
     monkeypatch.setenv("PEAKATTN_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(toolchain, "_compiled", {})
+    monkeypatch.setattr(toolchain, "_kept", codecache.Kept("cute"))
     return tmp_path / "cute"
 
 
@@ -66,7 +66,7 @@ def launch_of(problem: AttentionProblem = PROBLEM, **config: int) -> CuteLaunch:
 
 def forget() -> None:
     """What a new process knows: nothing."""
-    toolchain._compiled.clear()
+    toolchain._kept = codecache.Kept("cute")
 
 
 def test_a_second_process_finds_what_the_first_compiled(compiles: list[str], folder: Path) -> None:
@@ -89,7 +89,7 @@ def test_what_the_code_depends_on_is_in_the_key_and_sizes_are_not(compiles: list
     assert len(set(compiles)) == 7
     monkeypatch.setattr(toolchain, "version", lambda: "nvidia-cutlass-dsl 99.0")
     toolchain.compile_launch(launch_of(), 80)
-    monkeypatch.setattr(toolchain, "_sources", lambda module: "other text")
+    monkeypatch.setattr(codecache, "sources", lambda module, toolchain: "other text")
     toolchain.compile_launch(launch_of(), 80)
     assert len(set(compiles)) == 9
 
@@ -103,7 +103,7 @@ def test_the_sources_of_a_kernel_are_its_module_its_device_code_and_no_other_ker
         return text(self, **options)
 
     monkeypatch.setattr(Path, "read_text", noted)
-    toolchain._sources.__wrapped__("peakattn.backends.cute.fwd_sm80")
+    codecache.sources.__wrapped__("peakattn.backends.cute.fwd_sm80", toolchain.__name__)
     assert {"fwd_sm80.py", "device_fwd_sm80.py", "toolchain.py"} <= set(read)
     assert not [name for name in read if "sm90" in name or name == "fwd.py"]
 
@@ -135,12 +135,12 @@ def test_a_folder_that_cannot_be_written_is_no_error(
 
 
 def test_the_folder_follows_the_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    assert toolchain.cache_folder() == tmp_path / "cute"
+    assert codecache.folder("cute") == tmp_path / "cute"
     monkeypatch.delenv("PEAKATTN_CACHE_DIR")
     monkeypatch.setenv("XDG_CACHE_HOME", "/somewhere")
-    assert toolchain.cache_folder() == Path("/somewhere/peakattn/cute")
+    assert codecache.folder("cute") == Path("/somewhere/peakattn/cute")
     monkeypatch.delenv("XDG_CACHE_HOME")
-    assert toolchain.cache_folder() == Path.home() / ".cache/peakattn/cute"
+    assert codecache.folder("cute") == Path.home() / ".cache/peakattn/cute"
 
 
 def test_parameters_that_differ_from_the_launch_are_named() -> None:
@@ -166,7 +166,8 @@ def test_a_launch_passes_its_arguments_in_order(compiles: list[str], monkeypatch
         loaded.append((name, shared_bytes))
         return "function"
 
-    monkeypatch.setattr(toolchain, "_arch", lambda index: 80)
+    monkeypatch.setattr(binding, "arch_of", lambda index: 80)
+    monkeypatch.setattr(driver, "_functions", {})
     monkeypatch.setattr(driver, "load_function", load_function)
     tensors = meta_tensors(PROBLEM)
     kernel = load("cute.fwd_sm80")

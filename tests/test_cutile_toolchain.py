@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from peakattn.backends import driver
+from peakattn.backends import binding, codecache, driver
 from peakattn.backends.binding import slots_of
 from peakattn.backends.cutile import fwd, toolchain
 from peakattn.backends.cutile.toolchain import Array
@@ -97,9 +97,9 @@ def test_a_bound_launch_changes_addresses_and_numbers_and_nothing_else(monkeypat
     q, k, v = (torch.empty(1, n, 1, 64, dtype=torch.float16, device="meta") for n in (70, 80, 80))
     lse = torch.empty(1, 1, 70, device="meta")
     problem = AttentionProblem(1, 70, 80, 1, 1, 64, 64, torch.float16, window_right=0, return_lse=True)
-    monkeypatch.setattr(toolchain, "_arch", lambda index: 90)
+    monkeypatch.setattr(binding, "arch_of", lambda index: 90)
     monkeypatch.setattr(toolchain, "compile_launch", lambda *_: toolchain.Compiled("key", "name", b""))
-    monkeypatch.setattr(toolchain, "_functions", {("key", 0): "function"})
+    monkeypatch.setattr(driver, "_functions", {("key", 0, 0): "function"})
     out = torch.empty_like(q)
     (launch,) = fwd.launches(problem, CONFIG, q, k, v, out, lse, 1.0, 0.0)
     made = toolchain._kernel(launch, 0, *slots_of((q, k, v, out, lse)))
@@ -121,7 +121,7 @@ def test_a_launch_that_passes_something_else_is_refused(monkeypatch: pytest.Monk
     wrong = dataclasses.replace(launch, args=launch.args | {"left": 1.0, "extra": 3})
     with pytest.raises(RuntimeError, match=r"attention_fwd_kernel compiled to parameters of .* in their order\."):
         toolchain._check_parameters(wrong, code.name, code.cubin)
-    monkeypatch.setattr(toolchain, "_compiled", {})
+    monkeypatch.setattr(toolchain, "_kept", codecache.Kept("cutile"))
     monkeypatch.setattr(toolchain, "_compile", lambda *_: pytest.fail("it is on disk"))
     assert toolchain.compile_launch(launch, 90) == code
 

@@ -103,7 +103,7 @@ ALLOWED = {
     },
     "peakattn.backends": set(),
     "peakattn.backends.sources": {"peakattn.backends"},
-    "peakattn.backends.binding": {"peakattn.problem"},
+    "peakattn.backends.binding": {"peakattn.backends.driver", "peakattn.problem"},
     "peakattn.backends.contract": {"peakattn.device", "peakattn.problem"},
 }
 

@@ -144,6 +144,7 @@ def _rivals() -> list[Finding]:
 
 def _caches() -> list[Finding]:
     from peakattn import backends, dispatch, store
+    from peakattn.backends import codecache
 
     where = store.folder()
     if where is None:
@@ -151,9 +152,10 @@ def _caches() -> list[Finding]:
     else:
         found = [_cache("tuned configs", where, "set PEAKATTN_STORE to a folder that you can write")]
     for backend in backends.BACKENDS:
-        if dispatch.unavailable(backend) is None and hasattr(backends.toolchain(backend), "cache_folder"):
-            variable = "TRITON_CACHE_DIR" if backend == "triton" else "PEAKATTN_CACHE_DIR"
-            folder = backends.toolchain(backend).cache_folder()
+        if backend != "cpu" and dispatch.unavailable(backend) is None:
+            own = backend == "triton"  # Triton keeps what it compiled itself
+            variable = "TRITON_CACHE_DIR" if own else "PEAKATTN_CACHE_DIR"
+            folder = backends.toolchain(backend).cache_folder() if own else codecache.folder(backend)
             found.append(_cache(backend, folder, f"set {variable} to a folder that you can write"))
     return found
 

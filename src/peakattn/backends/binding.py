@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import functools
+import struct
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from peakattn.backends import driver
 from peakattn.problem import AttentionProblem
 
 SCALARS = ("softmax_scale", "softcap")  # run-time numbers, by name, in every kernel; they follow the tensors
@@ -25,6 +29,64 @@ class Bound:
         tensors = len(self._present)
         pointers = [a.data_ptr() if p else 0 for a, p in zip(args, self._present, strict=False)]
         self.addresses((*pointers, *args[tensors:]))
+
+
+@dataclass(frozen=True)
+class Int64:
+    """An integer argument of 64 bits, such as a stride."""
+
+    value: int
+
+
+def bind(launches: Sequence[Any], tensors: Sequence[torch.Tensor | None], kernel: Callable[..., driver.Kernel]) -> Bound:
+    """A function of (*tensors, softmax_scale, softcap) that launches; compiled and loaded once, for the current device.
+
+    ``tensors`` are those from which ``launches`` was made; others of the same shapes, strides, dtypes and alignment may
+    take their place.  ``kernel(launch, device index, slots by id, slots by name)`` compiles and loads one.
+    """
+    device = next(t.device.index for t in tensors if t is not None)
+    kernels = [kernel(launch, device, *slots_of(tensors)) for launch in launches]
+    return Bound(driver.chain([driver.launcher(one, device) for one in kernels]), tensors)
+
+
+def run(launches: Sequence[Any], bind_all: Callable[..., Callable[..., None]]) -> None:
+    """Launches at once, with nothing kept; ``bind_all`` takes launches and the tensors among their arguments."""
+    if not launches:
+        return
+    values = [getattr(value, "tensor", value) for launch in launches for value in launch.args.values()]
+    tensors = list({id(t): t for t in values if isinstance(t, torch.Tensor)}.values())
+    numbers = [next((launch.args[name] for launch in launches if name in launch.args), 0.0) for name in SCALARS]
+    bind_all(launches, tensors)(*tensors, *numbers)
+
+
+def parameters(
+    args: dict[str, Any], slots: dict[int, int], scalars: dict[str, int], null: bytes | None = None
+) -> tuple[driver.Param, ...]:
+    """Arguments by value as parameters in their order; ``null`` is what a None becomes, nothing unless given."""
+    params: list[driver.Param] = []
+    for name, value in args.items():
+        if isinstance(value, driver.Tma):
+            params.append(value.tensor_map(slots[id(value.tensor)]))
+        elif isinstance(value, torch.Tensor):
+            params.append(driver.Pointer(slots[id(value)]))
+        elif name in scalars:
+            params.append(driver.Scalar(scalars[name]))
+        elif isinstance(value, driver.Counter):
+            params.append(value)
+        elif isinstance(value, Int64):
+            params.append(struct.pack("q", value.value))
+        elif value is not None:
+            params.append(struct.pack("f" if isinstance(value, float) else "i", value))
+        elif null is not None:
+            params.append(null)
+    return tuple(params)
+
+
+@functools.cache
+def arch_of(index: int) -> int:
+    """The architecture of a CUDA device, as 90 for sm_90."""
+    major, minor = torch.cuda.get_device_capability(index)
+    return 10 * major + minor
 
 
 def slots_of(tensors: Sequence[torch.Tensor | None]) -> tuple[dict[int, int], dict[str, int]]:

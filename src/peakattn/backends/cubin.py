@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import importlib.util
 import math
 import re
+import shutil
 import struct
 import subprocess
 import tempfile
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
+
+from peakattn.backends.contract import Artifacts
 
 # Attribute codes of the .nv.info sections (EIFMT_SVAL records: format 4, code, 16-bit length, payload).
 _REGISTERS = 0x2F
@@ -99,8 +103,9 @@ def arch(cubin: bytes) -> int:
     return flags >> _ARCH_SHIFT.get(abi(cubin), 0) & 0xFF
 
 
-def disassemble(cubin: bytes, cuobjdump: str | Path) -> str:
-    """The SASS listing of a cubin, by a ``cuobjdump`` program such as the one that Triton carries."""
+def disassemble(cubin: bytes, cuobjdump: str | Path | None = None) -> str:
+    """The SASS listing of a cubin, by a ``cuobjdump`` program; unless given, the toolkit's, else the one of Triton."""
+    cuobjdump = cuobjdump or _cuobjdump()
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "kernel.cubin"
         file.write_bytes(cubin)
@@ -108,6 +113,36 @@ def disassemble(cubin: bytes, cuobjdump: str | Path) -> str:
     if done.returncode:
         raise RuntimeError(f"{cuobjdump} cannot read the cubin: {done.stderr.strip()}")
     return done.stdout
+
+
+def _cuobjdump() -> str:
+    found = shutil.which("cuobjdump")
+    spec = None if found else importlib.util.find_spec("triton")
+    if spec is not None and spec.origin is not None:
+        found = str(Path(spec.origin).parent / "backends/nvidia/bin/cuobjdump")
+    if found is None:
+        raise RuntimeError("cuobjdump is not there; it comes with the CUDA toolkit and with the package triton.")
+    return found
+
+
+def artifacts(
+    cubin: bytes, name: str, arch: int, ptx: str = "", shared_bytes: int | None = None, num_threads: int | None = None
+) -> Artifacts:
+    """What a compiler made of a device function. Shared memory and threads are the machine code's own unless given."""
+    entry = next(e for e in entries(cubin) if e.name == name)
+    sass = disassemble(cubin)
+    return Artifacts(
+        name=name,
+        arch=arch,
+        registers=entry.registers,
+        frame_bytes=entry.frame_bytes,
+        shared_bytes=entry.static_shared_bytes if shared_bytes is None else shared_bytes,
+        num_threads=num_threads or entry.num_threads or 0,
+        opcodes=count_opcodes(sass),
+        loops=tensor_loops(sass),
+        ptx=ptx,
+        sass=sass,
+    )
 
 
 def count_opcodes(sass: str) -> dict[str, int]:

@@ -42,6 +42,8 @@ _TMA_DTYPES = {torch.float16: 6, torch.float32: 7, torch.bfloat16: 9}  # CUtenso
 _TMA_BYTES = 128
 _MAX_CACHED_MAPS = 64
 
+_functions: dict[tuple[str, int, int], Any] = {}
+
 
 @functools.cache
 def _cuda() -> ctypes.CDLL:
@@ -69,6 +71,15 @@ def load_function(cubin: bytes, name: str, shared_bytes: int) -> ctypes.c_void_p
         _call("cuModuleGetFunction", ctypes.byref(function), module, name.encode())
         if shared_bytes > 48 * 1024:
             _call("cuFuncSetAttribute", function, _MAX_DYNAMIC_SHARED, shared_bytes)
+    return function
+
+
+def loaded(key: str, cubin: bytes, name: str, shared_bytes: int, device: int) -> Any:
+    """``load_function`` once for each kernel, shared memory and device; ``key`` stands for the machine code."""
+    place = (key, shared_bytes, device)
+    function = _functions.get(place)
+    if function is None:
+        function = _functions[place] = load_function(cubin, name, shared_bytes)
     return function
 
 

@@ -22,9 +22,6 @@ import hashlib
 import importlib.metadata
 import importlib.util
 import re
-import shutil
-import struct
-import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -32,8 +29,9 @@ from typing import Any
 
 import torch
 
-from peakattn.backends import codecache, cubin, driver, load
-from peakattn.backends.binding import SCALARS, Bound, meta_tensors, slots_of
+from peakattn.backends import binding, codecache, cubin, driver, load
+from peakattn.backends.binding import Bound, Int64, meta_tensors
+from peakattn.backends.codecache import Compiled
 from peakattn.backends.contract import Artifacts
 from peakattn.backends.driver import Counter, Tma
 from peakattn.problem import AttentionProblem
@@ -53,16 +51,7 @@ _PARAM = re.compile(r"\.param\s+(?:\.align \d+\s+)?\.(\w+)(?:\s+\.ptr(?:\s+\.\w+
 _KINDS = {"u32": "32-bit integer", "u64": "address or 64-bit integer", "f32": "float32", "b8[128]": "tensor map"}
 _LOG_LINES = 30
 
-_compiled: dict[str, Compiled] = {}
-_functions: dict[tuple[str, int, int], Any] = {}  # (key, shared bytes, device) -> loaded function
-_compiling = threading.Lock()
-
-
-@dataclass(frozen=True)
-class Int64:
-    """An integer argument of 64 bits, such as a stride."""
-
-    value: int
+_kept = codecache.Kept(_BACKEND)
 
 
 @dataclass(frozen=True)
@@ -76,16 +65,6 @@ class CudaLaunch:
     shared_bytes: int  # dynamic shared memory
     args: dict[str, Any]  # torch.Tensor, Tma, int (32 bits), Int64, float, Counter or None
     constants: dict[str, int | str] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class Compiled:
-    """Machine code of one device function."""
-
-    key: str
-    name: str
-    cubin: bytes
-    ptx: str
 
 
 @functools.cache
@@ -111,55 +90,29 @@ def _package() -> str:
 def compile_launch(launch: CudaLaunch, arch: int) -> Compiled:
     """The machine code of a launch for ``sm_<arch>``: from this process, from disk, or from NVRTC, with no GPU."""
     key = _key(launch, arch)
-    with _compiling:
-        compiled = _compiled.get(key)
-        if compiled is None:
-            compiled = _compiled[key] = _from_disk(key) or _compile(launch, arch, key)
-    return compiled
+    return _kept.get(key, lambda: _compile(launch, arch, key))
 
 
 def bind(launches: Sequence[CudaLaunch], tensors: Sequence[torch.Tensor | None]) -> Bound:
-    """A function of (*tensors, softmax_scale, softcap) that launches; compiled and loaded once, for the current device.
-
-    ``tensors`` are those from which ``launches`` was made; others of the same shapes, strides, dtypes and
-    alignment may take their place.
-    """
-    device = next(t.device.index for t in tensors if t is not None)
-    kernels = [_kernel(launch, device, *slots_of(tensors)) for launch in launches]
-    return Bound(driver.chain([driver.launcher(kernel, device) for kernel in kernels]), tensors)
+    """What ``binding.bind`` makes of launches of this compiler."""
+    return binding.bind(launches, tensors, _kernel)
 
 
 def run(launches: Sequence[CudaLaunch]) -> None:
     """Launches at once, with nothing kept."""
-    if not launches:
-        return
-    values = [value.tensor if isinstance(value, Tma) else value for launch in launches for value in launch.args.values()]
-    tensors = list({id(t): t for t in values if isinstance(t, torch.Tensor)}.values())
-    bind(launches, tensors)(*tensors, *(launches[0].args[name] for name in SCALARS))
+    binding.run(launches, bind)
 
 
 def artifacts(kernel: str, problem: AttentionProblem, config: Any, arch: int) -> list[Artifacts]:
     """What the compiler makes of a kernel's device functions for ``sm_<arch>``; works with no GPU."""
-    made = []
-    for launch in load(kernel).launches(problem, config, *meta_tensors(problem), 1.0, 0.5 if problem.softcap else 0.0):
-        compiled = compile_launch(launch, arch)
-        facts = cubin.facts(compiled.cubin, compiled.name)
-        sass = cubin.disassemble(compiled.cubin, _cuobjdump())
-        made.append(
-            Artifacts(
-                name=compiled.name,
-                arch=arch,
-                registers=facts.registers,
-                frame_bytes=facts.frame_bytes,
-                shared_bytes=launch.shared_bytes,
-                num_threads=launch.num_threads,
-                opcodes=cubin.count_opcodes(sass),
-                loops=cubin.tensor_loops(sass),
-                ptx=compiled.ptx,
-                sass=sass,
-            )
-        )
-    return made
+    softcap = 0.5 if problem.softcap else 0.0
+    return artifacts_of(load(kernel).launches(problem, config, *meta_tensors(problem), 1.0, softcap), arch)
+
+
+def artifacts_of(launches: Sequence[CudaLaunch], arch: int) -> list[Artifacts]:
+    """The same of given launches, which need not be those of a kernel of the library."""
+    made = [(compile_launch(launch, arch), launch) for launch in launches]
+    return [cubin.artifacts(c.cubin, c.name, arch, c.ptx, x.shared_bytes, x.num_threads) for c, x in made]
 
 
 # Compiling.
@@ -194,14 +147,7 @@ def _compile(launch: CudaLaunch, arch: int, key: str) -> Compiled:
         ptx = text(nvrtc.nvrtcGetPTXSize, nvrtc.nvrtcGetPTX).rstrip(b"\0").decode()
     finally:
         nvrtc.nvrtcDestroyProgram(program)
-    name = _checked_name(launch, ptx)
-    codecache.write(_BACKEND, key, {"name": name.encode(), "cubin": code, "ptx": ptx.encode()})
-    return Compiled(key, name, code, ptx)
-
-
-def _from_disk(key: str) -> Compiled | None:
-    found = codecache.read(_BACKEND, key, ("name", "cubin", "ptx"))
-    return None if found is None else Compiled(key, found[0].decode(), found[1], found[2].decode())
+    return Compiled(key, _checked_name(launch, ptx), code, ptx)
 
 
 def _chip(arch: int) -> str:
@@ -288,40 +234,7 @@ def _sources(source: Path) -> dict[str, str]:
 
 def _kernel(launch: CudaLaunch, device: int, slots: dict[int, int], scalars: dict[str, int]) -> driver.Kernel:
     """A compiled launch as parameters in ABI order."""
-    compiled = compile_launch(launch, _arch(device))
-    params: list[driver.Param] = []
-    for name, value in launch.args.items():
-        if isinstance(value, Tma):
-            params.append(value.tensor_map(slots[id(value.tensor)]))
-        elif isinstance(value, torch.Tensor):
-            params.append(driver.Pointer(slots[id(value)]))
-        elif name in scalars:
-            params.append(driver.Scalar(scalars[name]))
-        elif isinstance(value, Counter):
-            params.append(value)
-        elif value is None or isinstance(value, Int64):
-            params.append(struct.pack("q", value.value if value is not None else 0))
-        else:
-            params.append(struct.pack("f" if isinstance(value, float) else "i", value))
-    loaded = (compiled.key, launch.shared_bytes, device)
-    function = _functions.get(loaded)
-    if function is None:
-        function = _functions[loaded] = driver.load_function(compiled.cubin, compiled.name, launch.shared_bytes)
-    return driver.Kernel(function, launch.grid, launch.num_threads, launch.shared_bytes, tuple(params))
-
-
-@functools.cache
-def _arch(index: int) -> int:
-    major, minor = torch.cuda.get_device_capability(index)
-    return 10 * major + minor
-
-
-def _cuobjdump() -> str:
-    """NVIDIA's cuobjdump: from the CUDA toolkit, else the one that comes with Triton."""
-    found = shutil.which("cuobjdump")
-    spec = None if found else importlib.util.find_spec("triton")
-    if spec is not None and spec.origin is not None:
-        found = str(Path(spec.origin).parent / "backends/nvidia/bin/cuobjdump")
-    if found is None:
-        raise RuntimeError("cuobjdump is not there; it comes with the CUDA toolkit and with the package triton.")
-    return found
+    compiled = compile_launch(launch, binding.arch_of(device))
+    function = driver.loaded(compiled.key, compiled.cubin, compiled.name, launch.shared_bytes, device)
+    params = binding.parameters(launch.args, slots, scalars, null=bytes(8))
+    return driver.Kernel(function, launch.grid, launch.num_threads, launch.shared_bytes, params)

@@ -20,30 +20,22 @@ its kernel there never imports cutlass.
 
 from __future__ import annotations
 
-import ast
-import contextlib
 import functools
 import hashlib
 import importlib.metadata
 import importlib.util
-import os
 import re
-import shutil
-import struct
 import tempfile
-import threading
 import warnings
-import zipfile
-import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from peakattn.backends import cubin, driver, load
-from peakattn.backends.binding import SCALARS, Bound, meta_tensors, slots_of
+from peakattn.backends import binding, codecache, cubin, driver, load
+from peakattn.backends.binding import Bound, Int64, meta_tensors
+from peakattn.backends.codecache import Compiled
 from peakattn.backends.contract import Artifacts
 from peakattn.backends.driver import Counter, Tma
 from peakattn.problem import AttentionProblem
@@ -55,16 +47,7 @@ _POINTER_ALIGN = 16
 _ENTRY = re.compile(r"\.visible \.entry (\w+)\((.*?)\)\s*\.reqntid (\d+)", re.DOTALL)
 _PARAM = re.compile(r"\.param\s+(?:\.align \d+\s+)?\.(\w+)(\s+\.ptr)?[^,]*?(?:\[(\d+)\])?\s*(?:,|$)")
 
-_compiled: dict[str, Compiled] = {}
-_functions: dict[tuple[str, int, int], Any] = {}  # (key, shared bytes, device) -> loaded function
-_compiling = threading.Lock()
-
-
-@dataclass(frozen=True)
-class Int64:
-    """An integer argument of 64 bits, such as a stride."""
-
-    value: int
+_kept = codecache.Kept("cute")
 
 
 @dataclass(frozen=True)
@@ -77,16 +60,6 @@ class CuteLaunch:
     shared_bytes: int  # dynamic shared memory
     args: dict[str, Any]  # torch.Tensor, Tma, int (32 bits), Int64, float or None
     constexprs: dict[str, Any] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class Compiled:
-    """Machine code of one device function."""
-
-    key: str
-    name: str
-    cubin: bytes
-    ptx: str
 
 
 @functools.cache
@@ -110,63 +83,29 @@ def version() -> str:
 def compile_launch(launch: CuteLaunch, arch: int) -> Compiled:
     """The machine code of a launch for ``sm_<arch>``: from this process, from disk, or from the compiler, with no GPU."""
     key = _key(launch, arch)
-    with _compiling:  # the compiler keeps its state in globals
-        compiled = _compiled.get(key)
-        if compiled is None:
-            compiled = _from_disk(key) or _to_disk(_compile(launch, arch, key))
-            _compiled[key] = compiled
-    return compiled
+    return _kept.get(key, lambda: _compile(launch, arch, key))
 
 
 def bind(launches: Sequence[CuteLaunch], tensors: Sequence[torch.Tensor | None]) -> Bound:
-    """A function of (*tensors, softmax_scale, softcap) that launches; compiled and loaded once, for the current device.
-
-    ``tensors`` are those from which ``launches`` was made; others of the same shapes, strides, dtypes and
-    alignment may take their place.
-    """
-    device = next(t.device.index for t in tensors if t is not None)
-    kernels = [_kernel(launch, device, *slots_of(tensors)) for launch in launches]
-    return Bound(driver.chain([driver.launcher(kernel, device) for kernel in kernels]), tensors)
+    """What ``binding.bind`` makes of launches of this compiler."""
+    return binding.bind(launches, tensors, _kernel)
 
 
 def run(launches: Sequence[CuteLaunch]) -> None:
     """Launches at once, with nothing kept."""
-    if not launches:
-        return
-    values = [value.tensor if isinstance(value, Tma) else value for launch in launches for value in launch.args.values()]
-    tensors = list({id(t): t for t in values if isinstance(t, torch.Tensor)}.values())
-    bind(launches, tensors)(*tensors, *(launches[0].args[name] for name in SCALARS))
+    binding.run(launches, bind)
 
 
 def artifacts(kernel: str, problem: AttentionProblem, config: Any, arch: int) -> list[Artifacts]:
     """What the compiler makes of a kernel's device functions for ``sm_<arch>``; works with no GPU."""
-    made = []
-    for launch in load(kernel).launches(problem, config, *meta_tensors(problem), 1.0, 0.5 if problem.softcap else 0.0):
-        compiled = compile_launch(launch, arch)
-        facts = cubin.facts(compiled.cubin, compiled.name)
-        sass = cubin.disassemble(compiled.cubin, _cuobjdump())
-        made.append(
-            Artifacts(
-                name=compiled.name,
-                arch=arch,
-                registers=facts.registers,
-                frame_bytes=facts.frame_bytes,
-                shared_bytes=launch.shared_bytes,
-                num_threads=launch.num_threads,
-                opcodes=cubin.count_opcodes(sass),
-                loops=cubin.tensor_loops(sass),
-                ptx=compiled.ptx,
-                sass=sass,
-            )
-        )
-    return made
+    softcap = 0.5 if problem.softcap else 0.0
+    return artifacts_of(load(kernel).launches(problem, config, *meta_tensors(problem), 1.0, softcap), arch)
 
 
-def cache_folder() -> Path:
-    """Where compiled kernels are kept: ``PEAKATTN_CACHE_DIR``, else ``peakattn`` in the user's cache folder."""
-    given = os.environ.get("PEAKATTN_CACHE_DIR")
-    root = Path(given) if given else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "peakattn"
-    return root / "cute"
+def artifacts_of(launches: Sequence[CuteLaunch], arch: int) -> list[Artifacts]:
+    """The same of given launches, which need not be those of a kernel of the library."""
+    made = [(compile_launch(launch, arch), launch) for launch in launches]
+    return [cubin.artifacts(c.cubin, c.name, arch, c.ptx, x.shared_bytes, x.num_threads) for c, x in made]
 
 
 # Compiling.
@@ -246,7 +185,7 @@ def _expected(value: Any) -> str | None:
     raise TypeError(f"{value!r} is no argument of a launch; pass a tensor, Tma, int, Int64, float or None.")
 
 
-# The cache on disk.
+# Keys.
 
 
 def _key(launch: CuteLaunch, arch: int) -> str:
@@ -259,58 +198,8 @@ def _key(launch: CuteLaunch, arch: int) -> str:
     args = tuple((name, *kind(value)) for name, value in launch.args.items())
     constants = tuple(sorted(launch.constexprs.items()))
     module = launch.device_code.__module__
-    facts = (_name(launch), launch.num_threads, args, constants, arch, version(), _sources(module))
+    facts = (_name(launch), launch.num_threads, args, constants, arch, version(), codecache.sources(module, __name__))
     return f"{module.split('.')[-1]}-sm_{arch}-{hashlib.sha256(repr(facts).encode()).hexdigest()[:32]}"
-
-
-@functools.cache
-def _sources(module: str) -> str:
-    """A hash of the sources of a module and of what it imports from its own package or this one; nothing is imported."""
-    packages = (f"{module.rpartition('.')[0]}.", f"{__package__}.")
-    texts: dict[str, str] = {}
-    waiting = [module, __name__]
-    while waiting:
-        name = waiting.pop()
-        spec = importlib.util.find_spec(name)
-        if spec is None or spec.origin is None or name in texts:
-            continue
-        texts[name] = text = Path(spec.origin).read_text(encoding="utf-8")
-        if name == __name__:
-            continue
-        for node in ast.walk(ast.parse(text)):
-            if isinstance(node, ast.ImportFrom) and node.module and f"{node.module}.".startswith(packages):
-                waiting.append(node.module)
-                source = importlib.util.find_spec(node.module)
-                # To ask for a name inside a module that is no package would import that module, and cutlass with it.
-                if source is not None and source.submodule_search_locations is not None:
-                    waiting += [f"{node.module}.{alias.name}" for alias in node.names]
-    return hashlib.sha256(repr(sorted(texts.items())).encode()).hexdigest()
-
-
-def _from_disk(key: str) -> Compiled | None:
-    """A kept kernel; a file that is missing, cut short or damaged is none."""
-    try:
-        with zipfile.ZipFile(cache_folder() / f"{key}.zip") as file:  # every member has a checksum
-            return Compiled(key, file.read("name").decode(), file.read("cubin"), file.read("ptx").decode())
-    except (OSError, KeyError, ValueError, zipfile.BadZipFile, zlib.error):
-        return None
-
-
-def _to_disk(compiled: Compiled) -> Compiled:
-    """Keeps a kernel. Other processes see a whole file or none; a folder that cannot be written is no error."""
-    with contextlib.suppress(OSError):
-        folder = cache_folder()
-        folder.mkdir(parents=True, exist_ok=True)
-        handle, temporary = tempfile.mkstemp(dir=folder, suffix=".tmp")
-        try:
-            with os.fdopen(handle, "wb") as raw, zipfile.ZipFile(raw, "w", zipfile.ZIP_DEFLATED) as file:
-                for name, content in (("name", compiled.name), ("cubin", compiled.cubin), ("ptx", compiled.ptx)):
-                    file.writestr(name, content)
-            os.replace(temporary, folder / f"{compiled.key}.zip")
-        except BaseException:
-            os.unlink(temporary)
-            raise
-    return compiled
 
 
 # Launching.
@@ -318,40 +207,7 @@ def _to_disk(compiled: Compiled) -> Compiled:
 
 def _kernel(launch: CuteLaunch, device: int, slots: dict[int, int], scalars: dict[str, int]) -> driver.Kernel:
     """A compiled launch as parameters in ABI order."""
-    compiled = compile_launch(launch, _arch(device))
-    params: list[driver.Param] = []
-    for name, value in launch.args.items():
-        if isinstance(value, Tma):
-            params.append(value.tensor_map(slots[id(value.tensor)]))
-        elif isinstance(value, torch.Tensor):
-            params.append(driver.Pointer(slots[id(value)]))
-        elif name in scalars:
-            params.append(driver.Scalar(scalars[name]))
-        elif isinstance(value, Counter):
-            params.append(value)
-        elif isinstance(value, Int64):
-            params.append(struct.pack("q", value.value))
-        elif value is not None:
-            params.append(struct.pack("f" if isinstance(value, float) else "i", value))
-    loaded = (compiled.key, launch.shared_bytes, device)
-    function = _functions.get(loaded)
-    if function is None:
-        function = _functions[loaded] = driver.load_function(compiled.cubin, compiled.name, launch.shared_bytes)
-    return driver.Kernel(function, launch.grid, launch.num_threads, launch.shared_bytes, tuple(params))
-
-
-@functools.cache
-def _arch(index: int) -> int:
-    major, minor = torch.cuda.get_device_capability(index)
-    return 10 * major + minor
-
-
-def _cuobjdump() -> str:
-    """NVIDIA's cuobjdump: from the CUDA toolkit, else the one that comes with Triton."""
-    found = shutil.which("cuobjdump")
-    spec = None if found else importlib.util.find_spec("triton")
-    if spec is not None and spec.origin is not None:
-        found = str(Path(spec.origin).parent / "backends/nvidia/bin/cuobjdump")
-    if found is None:
-        raise RuntimeError("cuobjdump is not there; it comes with the CUDA toolkit and with the package triton.")
-    return found
+    compiled = compile_launch(launch, binding.arch_of(device))
+    function = driver.loaded(compiled.key, compiled.cubin, compiled.name, launch.shared_bytes, device)
+    params = binding.parameters(launch.args, slots, scalars)
+    return driver.Kernel(function, launch.grid, launch.num_threads, launch.shared_bytes, params)

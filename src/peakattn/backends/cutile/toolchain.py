@@ -26,7 +26,6 @@ import io
 import os
 import shutil
 import struct
-import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -34,8 +33,9 @@ from typing import Any
 
 import torch
 
-from peakattn.backends import codecache, cubin, driver, load
-from peakattn.backends.binding import SCALARS, Bound, meta_tensors, slots_of
+from peakattn.backends import binding, codecache, cubin, driver, load
+from peakattn.backends.binding import Bound, meta_tensors
+from peakattn.backends.codecache import Compiled
 from peakattn.backends.contract import Artifacts
 from peakattn.problem import AttentionProblem, is_aligned
 
@@ -50,9 +50,7 @@ _INT32_MAX = 2**31 - 1
 # kernel has depends on how many parameters there are.
 _PARAMETER_SIZE: dict[int, Callable[[int], int]] = {0x17: lambda word: word >> 18, 0x45: lambda word: word & 0xFFFFFF}
 
-_compiled: dict[str, Compiled] = {}
-_functions: dict[tuple[str, int], Any] = {}  # (key, device) -> loaded function
-_compiling = threading.Lock()
+_kept = codecache.Kept("cutile")
 
 
 @dataclass(frozen=True)
@@ -114,15 +112,6 @@ class TileLaunch:
         return (-(-self.num_blocks // rows), rows, 1)
 
 
-@dataclass(frozen=True)
-class Compiled:
-    """Machine code of one tile function."""
-
-    key: str
-    name: str
-    cubin: bytes
-
-
 @functools.cache
 def unavailable() -> str | None:
     """Why cuTile cannot be used here, or None."""
@@ -155,32 +144,17 @@ def version() -> str:
 def compile_launch(launch: TileLaunch, arch: int) -> Compiled:
     """The machine code of a launch for ``sm_<arch>``: from this process, from disk, or from the compiler, with no GPU."""
     key = _key(launch, arch)
-    with _compiling:
-        compiled = _compiled.get(key)
-        if compiled is None:
-            compiled = _kept(key) or _compile(launch, arch, key)
-            _compiled[key] = compiled
-    return compiled
+    return _kept.get(key, lambda: _compile(launch, arch, key))
 
 
 def bind(launches: Sequence[TileLaunch], tensors: Sequence[torch.Tensor | None]) -> Bound:
-    """A function of (*tensors, softmax_scale, softcap) that launches; compiled and loaded once, for the current device.
-
-    ``tensors`` are those from which ``launches`` was made; others of the same shapes, strides, dtypes and
-    alignment may take their place.
-    """
-    device = next(t.device.index for t in tensors if t is not None)
-    kernels = [_kernel(launch, device, *slots_of(tensors)) for launch in launches]
-    return Bound(driver.chain([driver.launcher(kernel, device) for kernel in kernels]), tensors)
+    """What ``binding.bind`` makes of launches of this compiler."""
+    return binding.bind(launches, tensors, _kernel)
 
 
 def run(launches: Sequence[TileLaunch]) -> None:
     """Launches at once, with nothing kept."""
-    if not launches:
-        return
-    arrays = [value for launch in launches for value in launch.args.values() if isinstance(value, Array)]
-    tensors = list({id(a.tensor): a.tensor for a in arrays}.values())
-    bind(launches, tensors)(*tensors, *(launches[0].args[name] for name in SCALARS))
+    binding.run(launches, bind)
 
 
 def artifacts(kernel: str, problem: AttentionProblem, config: Any, arch: int) -> list[Artifacts]:
@@ -190,26 +164,9 @@ def artifacts(kernel: str, problem: AttentionProblem, config: Any, arch: int) ->
 
 
 def artifacts_of(launches: Sequence[TileLaunch], arch: int) -> list[Artifacts]:
-    """The same of given launches."""
-    made = []
-    for launch in launches:
-        compiled = compile_launch(launch, arch)
-        entry = next(e for e in cubin.entries(compiled.cubin) if e.name == compiled.name)
-        sass = cubin.disassemble(compiled.cubin, _cuobjdump())
-        made.append(
-            Artifacts(
-                name=compiled.name,
-                arch=arch,
-                registers=entry.registers,
-                frame_bytes=entry.frame_bytes,
-                shared_bytes=entry.static_shared_bytes,
-                num_threads=entry.num_threads or 0,
-                opcodes=cubin.count_opcodes(sass),
-                loops=cubin.tensor_loops(sass),
-                sass=sass,
-            )
-        )
-    return made
+    """The same of given launches, which need not be those of a kernel of the library."""
+    made = [compile_launch(launch, arch) for launch in launches]
+    return [cubin.artifacts(one.cubin, one.name, arch) for one in made]
 
 
 def _versions(packages: Sequence[str]) -> dict[str, str]:
@@ -245,7 +202,6 @@ def _compile(launch: TileLaunch, arch: int, key: str) -> Compiled:
     compilation.export_kernel(hinted, [signature], made, gpu_code=f"sm_{arch}", output_format="cubin")
     code = made.getvalue()
     _check_parameters(launch, name, code)
-    codecache.write("cutile", key, {"name": name.encode(), "cubin": code})
     return Compiled(key, name, code)
 
 
@@ -311,11 +267,6 @@ def _packed(value: Any) -> list[bytes]:
     return [bytes(8), *(struct.pack(letter, n) for n in (*value.shape, *value.strides))]
 
 
-def _kept(key: str) -> Compiled | None:
-    found = codecache.read("cutile", key, ("name", "cubin"))
-    return None if found is None else Compiled(key, found[0].decode(), found[1])
-
-
 def _key(launch: TileLaunch, arch: int) -> str:
     """A hash of everything that the machine code is made from."""
     args = tuple((name, v.facts if isinstance(v, Array) else type(v).__name__) for name, v in launch.args.items())
@@ -337,7 +288,7 @@ def _key(launch: TileLaunch, arch: int) -> str:
 
 def _kernel(launch: TileLaunch, device: int, slots: dict[int, int], scalars: dict[str, int]) -> driver.Kernel:
     """A compiled launch as parameters in ABI order."""
-    compiled = compile_launch(launch, _arch(device))
+    compiled = compile_launch(launch, binding.arch_of(device))
     params: list[driver.Param] = []
     for name, value in launch.args.items():
         packed: list[driver.Param] = list(_packed(value))
@@ -346,25 +297,5 @@ def _kernel(launch: TileLaunch, device: int, slots: dict[int, int], scalars: dic
         elif name in scalars:
             packed = [driver.Scalar(scalars[name])]
         params += packed
-    loaded = (compiled.key, device)
-    function = _functions.get(loaded)
-    if function is None:
-        function = _functions[loaded] = driver.load_function(compiled.cubin, compiled.name, 0)
+    function = driver.loaded(compiled.key, compiled.cubin, compiled.name, 0, device)
     return driver.Kernel(function, launch.grid, 1, 0, tuple(params))
-
-
-@functools.cache
-def _arch(index: int) -> int:
-    major, minor = torch.cuda.get_device_capability(index)
-    return 10 * major + minor
-
-
-def _cuobjdump() -> str:
-    """NVIDIA's cuobjdump: from the CUDA toolkit, else the one that comes with Triton."""
-    found = shutil.which("cuobjdump")
-    spec = None if found else importlib.util.find_spec("triton")
-    if spec is not None and spec.origin is not None:
-        found = str(Path(spec.origin).parent / "backends/nvidia/bin/cuobjdump")
-    if found is None:
-        raise RuntimeError("cuobjdump is not there; it comes with the CUDA toolkit and with the package triton.")
-    return found

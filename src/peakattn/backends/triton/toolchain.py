@@ -19,15 +19,14 @@ from typing import Any
 
 import torch
 
-from peakattn.backends import cubin, driver, load
-from peakattn.backends.binding import SCALARS, Bound, meta_tensors, slots_of
+from peakattn.backends import binding, cubin, driver, load
+from peakattn.backends.binding import SCALARS, meta_tensors
 from peakattn.backends.contract import Artifacts
 from peakattn.problem import AttentionProblem
 
 _MIN_TRITON = (3, 6)
 
 _compiled: dict[Any, Any] = {}
-_functions: dict[tuple[str, int], Any] = {}  # (compiler hash, device) -> loaded function
 
 
 @dataclass(frozen=True)
@@ -148,21 +147,12 @@ def bind(launches: Sequence[KernelLaunch], tensors: Sequence[torch.Tensor | None
     """
     if interpreting():
         return functools.partial(_interpret, launches, tensors)
-    device = next(t.device.index for t in tensors if t is not None)
-    slots, scalars = slots_of(tensors)
-    arch = _arch(device)
-    launchers = [driver.launcher(_kernel(launch, arch, device, slots, scalars), device) for launch in launches]
-    return Bound(driver.chain(launchers), tensors)
+    return binding.bind(launches, tensors, _kernel)
 
 
 def run(launches: Sequence[KernelLaunch]) -> None:
     """Launches at once, with nothing kept; in the interpreter when it is on."""
-    if not launches:
-        return
-    values = [value for launch in launches for value in launch.args.values()]
-    tensors = list({id(t): t for t in map(_tensor, values) if t is not None}.values())
-    numbers = [next((launch.args[name] for launch in launches if name in launch.args), 0.0) for name in SCALARS]
-    bind(launches, tensors)(*tensors, *numbers)
+    binding.run(launches, bind)
 
 
 def launches_of(kernel: ModuleType, problem: AttentionProblem, config: Any) -> list[KernelLaunch]:
@@ -178,35 +168,14 @@ def artifacts(kernel: str, problem: AttentionProblem, config: Any, arch: int) ->
 
 def artifacts_of(launches: Sequence[KernelLaunch], arch: int) -> list[Artifacts]:
     """The same of given launches, which need not be those of a kernel of the library."""
-    import triton
-
     made = []
     for launch in launches:
         compiled = compile_launch(launch, arch)
-        facts = cubin.facts(compiled.asm["cubin"], compiled.metadata.name)
+        meta = compiled.metadata
         # Triton's own asm["sass"] stops at the first line it cannot parse, and misses half of a warp-specialised kernel.
-        sass = cubin.disassemble(compiled.asm["cubin"], Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump")
-        made.append(
-            Artifacts(
-                name=compiled.metadata.name,
-                arch=arch,
-                registers=facts.registers,
-                frame_bytes=facts.frame_bytes,
-                shared_bytes=compiled.metadata.shared,
-                num_threads=32 * compiled.metadata.num_warps,  # warp-specialised partitions included
-                opcodes=cubin.count_opcodes(sass),
-                loops=cubin.tensor_loops(sass),
-                ptx=compiled.asm["ptx"],
-                sass=sass,
-            )
-        )
+        threads = 32 * meta.num_warps  # warp-specialised partitions included
+        made.append(cubin.artifacts(compiled.asm["cubin"], meta.name, arch, compiled.asm["ptx"], meta.shared, threads))
     return made
-
-
-def _tensor(value: Any) -> torch.Tensor | None:
-    if isinstance(value, Tma):
-        return value.tensor
-    return value if isinstance(value, torch.Tensor) else None
 
 
 def _descriptor(value: Any) -> Any:
@@ -218,12 +187,6 @@ def _descriptor(value: Any) -> Any:
 
     args = (value.tensor, list(value.tensor.shape), list(value.strides), list(value.block_shape))
     return TensorDescriptor(*args) if value.layout is None else GluonDescriptor(*args, value.layout)
-
-
-@functools.cache
-def _arch(index: int) -> int:
-    major, minor = torch.cuda.get_device_capability(index)
-    return 10 * major + minor
 
 
 def _interpret(launches: Sequence[KernelLaunch], tensors: Sequence[torch.Tensor | None], *args: Any) -> None:
@@ -242,9 +205,9 @@ def _interpret(launches: Sequence[KernelLaunch], tensors: Sequence[torch.Tensor 
         launch.fn[launch.grid](**final, **launch.constexprs, **launch.options)
 
 
-def _kernel(launch: KernelLaunch, arch: int, device: int, slots: dict[int, int], scalars: dict[str, int]) -> driver.Kernel:
+def _kernel(launch: KernelLaunch, device: int, slots: dict[int, int], scalars: dict[str, int]) -> driver.Kernel:
     """A compiled launch as parameters in ABI order: arguments that were not specialised away, then two scratch pointers."""
-    compiled = compile_launch(launch, arch)
+    compiled = compile_launch(launch, binding.arch_of(device))
     metadata = compiled.metadata
     if metadata.global_scratch_size or metadata.profile_scratch_size:
         raise RuntimeError(
@@ -271,8 +234,5 @@ def _kernel(launch: KernelLaunch, arch: int, device: int, slots: dict[int, int],
         else:
             params.append(struct.pack({"i32": "i", "i64": "q", "fp32": "f", "u1": "?"}[kind], value))
     params += [bytes(8), bytes(8)]
-    function = _functions.get((metadata.hash, device))
-    if function is None:
-        function = driver.load_function(compiled.asm["cubin"], metadata.name, metadata.shared)
-        _functions[metadata.hash, device] = function
+    function = driver.loaded(metadata.hash, compiled.asm["cubin"], metadata.name, metadata.shared, device)
     return driver.Kernel(function, launch.grid, 32 * compiled.metadata.num_warps, metadata.shared, tuple(params))

@@ -5,7 +5,6 @@ from __future__ import annotations
 from types import ModuleType
 from typing import Any
 
-from peakattn.backends import cubin
 from peakattn.backends.contract import Artifacts
 from peakattn.problem import AttentionProblem
 from peakattn_lab.ladder import Experiment
@@ -58,28 +57,8 @@ def artifacts(kernel: ModuleType, problem: AttentionProblem, config: Any, arch: 
     """What NVRTC makes of a rung's launches for ``sm_<arch>``, with no GPU."""
     from peakattn.backends.binding import meta_tensors
     from peakattn.backends.cuda import toolchain
-    from peakattn_lab import inspection
 
-    made = []
-    for launch in kernel.launches(problem, config, *meta_tensors(problem), 1.0, 0.0):
-        compiled = toolchain.compile_launch(launch, arch)
-        facts = cubin.facts(compiled.cubin, compiled.name)
-        sass = inspection.tools.listing(compiled.cubin)
-        made.append(
-            Artifacts(
-                name=compiled.name,
-                arch=arch,
-                registers=facts.registers,
-                frame_bytes=facts.frame_bytes,
-                shared_bytes=launch.shared_bytes,
-                num_threads=launch.num_threads,
-                opcodes=cubin.count_opcodes(sass),
-                loops=cubin.tensor_loops(sass),
-                ptx=compiled.ptx,
-                sass=sass,
-            )
-        )
-    return made
+    return toolchain.artifacts_of(kernel.launches(problem, config, *meta_tensors(problem), 1.0, 0.0), arch)
 
 
 def layouts(kernel: ModuleType, problem: AttentionProblem, config: Any, arch: int) -> list[str]:
