@@ -253,6 +253,7 @@ def load(
     padding_mode: PaddingMode = PaddingMode.UNDETERMINED,
     check_bounds: bool = True,
     latency: int | None = None,
+    allow_tma: bool | None = None,
 ) -> Tile:
     _check_latency(latency)
     part, place, whole = _window(array, index, shape, order)

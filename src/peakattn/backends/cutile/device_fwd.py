@@ -21,8 +21,6 @@ from peakattn.backends.cutile.tile_ops import (
 
 # Base-2 scores beyond this are rounded by more than half, so that exp2(score - max) could miss 1 by any factor.
 EXACT = 2.0**24
-# What runs under the softmax of a block of keys: values of OVERLAP.
-NOTHING, SCORES, OUTPUT = range(3)
 
 
 def row_scales(m, qk_scale, power_scale):
@@ -47,53 +45,49 @@ def softmax(s, m_i, shift_i, l_i, qk_scale, power_scale, MASK):
     return p, m_new, shift, l_i * alpha + ct.sum(p, 1, keepdims=True), alpha
 
 
-def scores(q_tile, k, batch, head_kv, n_block, BLOCK_M, BLOCK_N, BLOCK_D, TF32, CHECK, LATENCY):
-    """The products of the queries with a block of keys, before scale, softcap and mask."""
-    k_tile = load_columns(k, batch, head_kv, n_block, BLOCK_N, BLOCK_D, CHECK, LATENCY)
-    return ct.mma(operand(q_tile, TF32), operand(k_tile, TF32), ct.zeros((BLOCK_M, BLOCK_N), dtype=ct.float32))
-
-
-def finished(
-    s, rows, keys, seqlen_k, left, right, cap_scale, softcap, HAS_LEFT, HAS_RIGHT, SOFTCAP, ACCURATE, MASK
-):  # fmt: skip
-    """Scores with softcap and mask."""
-    if SOFTCAP:
-        s = softcap * tanh(s * cap_scale, ACCURATE)
-    if MASK:
-        s = ct.where(visible(rows, keys, seqlen_k, left, right, HAS_LEFT, HAS_RIGHT), s, -math.inf)
-    return s
-
-
-def add_values(acc, p, v, batch, head_kv, n_block, BLOCK_N, BLOCK_DV, TF32, CHECK, LATENCY):
-    """``acc`` and the values of a block of keys, weighted with ``p``."""
-    v_tile = load_rows(v, batch, head_kv, n_block, BLOCK_N, BLOCK_DV, CHECK, LATENCY)
-    return ct.mma(operand(p.astype(v.dtype), TF32), operand(v_tile, TF32), acc)
+def load_part(array, batch, head, block, part, BLOCK, BLOCK_PART):
+    """``BLOCK_PART`` columns of some rows, in float32: [BLOCK, BLOCK_PART]."""
+    return ct.load(
+        array, index=(batch, head, block, part), shape=(1, 1, BLOCK, BLOCK_PART), padding_mode=ct.PaddingMode.ZERO,
+        allow_tma=False,
+    ).reshape((BLOCK, BLOCK_PART)).astype(ct.float32)  # fmt: skip
 
 
 def repair(
-    q_tile, k, v, batch, head_kv, rows, first_key, last_key, m_i, shift_i, left, right,
+    q, k, v, out, batch, head_q, head_kv, m_block, rows, first_key, last_key, m_i, shift_i, total, left, right,
     qk_scale, power_scale, cap_scale, softcap, BLOCK_M, BLOCK_D, BLOCK_DV, HAS_LEFT, HAS_RIGHT, SOFTCAP, ACCURATE,
 ):  # fmt: skip
-    """The unnormalised output with masked keys selected away instead of multiplied by 0."""
+    """Computes and stores the output with masked keys selected away instead of multiplied by 0.
+
+    It is slow, and takes few columns at a time, so that the loops over tiles need not spare registers for it.
+    """
     row_scale = row_scales(m_i, qk_scale, power_scale)
-    acc = ct.zeros((BLOCK_M, BLOCK_DV), dtype=ct.float32)
-    for key in range(first_key, last_key):
-        k_row = load_rows(k, batch, head_kv, key, 1, BLOCK_D, True, 0).astype(ct.float32)
-        v_row = load_rows(v, batch, head_kv, key, 1, BLOCK_DV, True, 0).astype(ct.float32)
-        s = ct.sum(q_tile.astype(ct.float32) * k_row, 1, keepdims=True)
-        if SOFTCAP:
-            s = softcap * tanh(s * cap_scale, ACCURATE)
-        p = ct.exp2(s * row_scale - shift_i, flush_to_zero=True)
-        seen = visible(rows, key, last_key, left, right, HAS_LEFT, HAS_RIGHT)
-        acc = acc + ct.where(seen, p * v_row, 0.0)
-    return acc
+    PART = ct.static_eval(max(min(BLOCK_D, BLOCK_DV) // 2, 16))
+    for part in range(BLOCK_DV // PART):
+        acc = ct.zeros((BLOCK_M, PART), dtype=ct.float32)
+        for key in range(first_key, last_key):
+            s = ct.zeros((BLOCK_M, 1), dtype=ct.float32)
+            for i in range(BLOCK_D // PART):
+                q_part = load_part(q, batch, head_q, m_block, i, BLOCK_M, PART)
+                s = s + ct.sum(q_part * load_part(k, batch, head_kv, key, i, 1, PART), 1, keepdims=True)
+            if SOFTCAP:
+                s = softcap * tanh(s * cap_scale, ACCURATE)
+            p = ct.exp2(s * row_scale - shift_i, flush_to_zero=True)
+            seen = visible(rows, key, last_key, left, right, HAS_LEFT, HAS_RIGHT)
+            acc = acc + ct.where(seen, p * load_part(v, batch, head_kv, key, part, 1, PART), 0.0)
+        store_output(out, batch, head_q, m_block, part, acc, total, BLOCK_M, PART)
+
+
+def store_output(out, batch, head_q, m_block, part, acc, total, BLOCK_M, BLOCK_PART):
+    o = ct.truediv(acc, total, flush_to_zero=True, rounding_mode=ct.RoundingMode.APPROX).astype(out.dtype)
+    ct.store(out, index=(batch, head_q, m_block, part), tile=o.reshape((1, 1, BLOCK_M, BLOCK_PART)))
 
 
 @ct.kernel
 def attention_fwd_kernel(
     q, k, v, out, lse, softmax_scale, softcap, num_heads, num_m_blocks, section, left, right,
     GROUP, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, HAS_LEFT, HAS_RIGHT, EVEN_N, SOFTCAP, ACCURATE, TF32,
-    STORE_LSE, OVERLAP, K_LATENCY, V_LATENCY,
+    STORE_LSE, K_LATENCY, V_LATENCY,
 ):  # fmt: skip
     seqlen_q = q.shape[2]
     seqlen_k = k.shape[2]
@@ -116,96 +110,41 @@ def attention_fwd_kernel(
     acc = ct.zeros((BLOCK_M, BLOCK_DV), dtype=ct.float32)
     q_tile = load_rows(q, batch, head_q, m_block, BLOCK_M, BLOCK_D, True, 0)
 
-    TAIL = HAS_RIGHT or not EVEN_N
-    K_CHECK = not EVEN_N or BLOCK_D != HEAD_DIM
-    V_CHECK = BLOCK_DV != HEAD_DIM_V
     # 0: the left edge of a window, 1: no mask, 2: the right edge or the end of the keys.
     for PHASE in ct.static_iter(range(3)):
-        if (PHASE == 0 and HAS_LEFT) or (OVERLAP == NOTHING and (PHASE == 1 or (PHASE == 2 and TAIL))):
+        if (PHASE == 0 and HAS_LEFT) or PHASE == 1 or (PHASE == 2 and (HAS_RIGHT or not EVEN_N)):
             begin = ct.static_eval((n_block_min, full_min, full_max)[PHASE])
             end = ct.static_eval((full_min, full_max, n_block_max)[PHASE])
             for n_block in range(begin, end):
-                s = scores(
-                    q_tile, k, batch, head_kv, n_block, BLOCK_M, BLOCK_N, BLOCK_D, TF32,
-                    PHASE != 1 or BLOCK_D != HEAD_DIM, K_LATENCY,
-                )  # fmt: skip
-                s = finished(
-                    s, rows, n_block * BLOCK_N + columns, seqlen_k, left, right, cap_scale, softcap,
-                    HAS_LEFT, HAS_RIGHT, SOFTCAP, ACCURATE, PHASE != 1,
-                )  # fmt: skip
-                p, m_i, shift_i, l_i, alpha = softmax(s, m_i, shift_i, l_i, qk_scale, power_scale, PHASE != 1)
-                acc = add_values(
-                    acc * alpha, p, v, batch, head_kv, n_block, BLOCK_N, BLOCK_DV, TF32, PHASE != 1 or V_CHECK, V_LATENCY
+                k_tile = load_columns(
+                    k, batch, head_kv, n_block, BLOCK_N, BLOCK_D, PHASE != 1 or BLOCK_D != HEAD_DIM, K_LATENCY
                 )
+                s = ct.mma(operand(q_tile, TF32), operand(k_tile, TF32), ct.zeros((BLOCK_M, BLOCK_N), dtype=ct.float32))
+                if SOFTCAP:
+                    s = softcap * tanh(s * cap_scale, ACCURATE)
+                if PHASE != 1:
+                    keys = n_block * BLOCK_N + columns
+                    seen = visible(rows, keys, seqlen_k, left, right, HAS_LEFT, HAS_RIGHT)
+                    s = ct.where(seen, s, -math.inf)
+                p, m_i, shift_i, l_i, alpha = softmax(s, m_i, shift_i, l_i, qk_scale, power_scale, PHASE != 1)
+                v_tile = load_rows(
+                    v, batch, head_kv, n_block, BLOCK_N, BLOCK_DV, PHASE != 1 or BLOCK_DV != HEAD_DIM_V, V_LATENCY
+                )
+                acc = ct.mma(operand(p.astype(v.dtype), TF32), operand(v_tile, TF32), acc * alpha)
 
-    # A product that does not need this tile's softmax is begun before it, and runs under it.
-    last = n_block_max - 1
-    if OVERLAP == SCORES:  # noqa: SIM102
-        if full_min <= last:
-            full_end = ct.minimum(full_max, last)
-            s = scores(q_tile, k, batch, head_kv, full_min, BLOCK_M, BLOCK_N, BLOCK_D, TF32, K_CHECK, K_LATENCY)
-            for PHASE in ct.static_iter((1, 2)):
-                if PHASE == 1 or TAIL:
-                    for n_block in range(
-                        ct.static_eval(full_min if PHASE == 1 else full_end), ct.static_eval(full_end if PHASE == 1 else last)
-                    ):
-                        s_next = scores(
-                            q_tile, k, batch, head_kv, n_block + 1, BLOCK_M, BLOCK_N, BLOCK_D, TF32, K_CHECK, K_LATENCY
-                        )
-                        s = finished(
-                            s, rows, n_block * BLOCK_N + columns, seqlen_k, left, right, cap_scale, softcap,
-                            HAS_LEFT, HAS_RIGHT, SOFTCAP, ACCURATE, PHASE == 2,
-                        )  # fmt: skip
-                        p, m_i, shift_i, l_i, alpha = softmax(s, m_i, shift_i, l_i, qk_scale, power_scale, PHASE == 2)
-                        acc = add_values(
-                            acc * alpha, p, v, batch, head_kv, n_block, BLOCK_N, BLOCK_DV, TF32, V_CHECK, V_LATENCY
-                        )
-                        s = s_next
-            s = finished(
-                s, rows, last * BLOCK_N + columns, seqlen_k, left, right, cap_scale, softcap,
-                HAS_LEFT, HAS_RIGHT, SOFTCAP, ACCURATE, TAIL,
-            )  # fmt: skip
-            p, m_i, shift_i, l_i, alpha = softmax(s, m_i, shift_i, l_i, qk_scale, power_scale, TAIL)
-            acc = add_values(acc * alpha, p, v, batch, head_kv, last, BLOCK_N, BLOCK_DV, TF32, not EVEN_N or V_CHECK, V_LATENCY)
-    if OVERLAP == OUTPUT:  # noqa: SIM102
-        if full_min <= last:
-            second = full_min + 1
-            full_end = ct.maximum(full_max, second)
-            s = scores(q_tile, k, batch, head_kv, full_min, BLOCK_M, BLOCK_N, BLOCK_D, TF32, K_CHECK, K_LATENCY)
-            s = finished(
-                s, rows, full_min * BLOCK_N + columns, seqlen_k, left, right, cap_scale, softcap,
-                HAS_LEFT, HAS_RIGHT, SOFTCAP, ACCURATE, TAIL,
-            )  # fmt: skip
-            p, m_i, shift_i, l_i, alpha = softmax(s, m_i, shift_i, l_i, qk_scale, power_scale, TAIL)
-            p = p.astype(v.dtype)
-            acc = acc * alpha
-            for PHASE in ct.static_iter((1, 2)):
-                if PHASE == 1 or TAIL:
-                    for n_block in range(
-                        ct.static_eval(second if PHASE == 1 else full_end),
-                        ct.static_eval(full_end if PHASE == 1 else n_block_max),
-                    ):
-                        s = scores(q_tile, k, batch, head_kv, n_block, BLOCK_M, BLOCK_N, BLOCK_D, TF32, K_CHECK, K_LATENCY)
-                        acc = add_values(acc, p, v, batch, head_kv, n_block - 1, BLOCK_N, BLOCK_DV, TF32, V_CHECK, V_LATENCY)
-                        s = finished(
-                            s, rows, n_block * BLOCK_N + columns, seqlen_k, left, right, cap_scale, softcap,
-                            HAS_LEFT, HAS_RIGHT, SOFTCAP, ACCURATE, PHASE == 2,
-                        )  # fmt: skip
-                        weights, m_i, shift_i, l_i, alpha = softmax(s, m_i, shift_i, l_i, qk_scale, power_scale, PHASE == 2)
-                        p = weights.astype(v.dtype)
-                        acc = acc * alpha
-            acc = add_values(acc, p, v, batch, head_kv, last, BLOCK_N, BLOCK_DV, TF32, not EVEN_N or V_CHECK, V_LATENCY)
-
-    if HAS_LEFT or HAS_RIGHT:  # noqa: SIM102
-        if any_nan(acc):
-            acc = repair(
-                q_tile, k, v, batch, head_kv, rows, n_block_min * BLOCK_N, ct.minimum(n_block_max * BLOCK_N, seqlen_k),
-                m_i, shift_i, left, right, qk_scale, power_scale, cap_scale, softcap,
-                BLOCK_M, BLOCK_D, BLOCK_DV, HAS_LEFT, HAS_RIGHT, SOFTCAP, ACCURATE,
-            )  # fmt: skip
     # A row without a visible key has sum 0 and keeps its acc of 0.
     total = ct.where(l_i == 0.0, 1.0, l_i)
-    o = ct.truediv(acc, total, flush_to_zero=True, rounding_mode=ct.RoundingMode.APPROX)
-    ct.store(out, index=(batch, head_q, m_block, 0), tile=o.astype(out.dtype).reshape((1, 1, BLOCK_M, BLOCK_DV)))
     if STORE_LSE:
         ct.store(lse, index=(batch, head_q, m_block), tile=((m_i * qk_scale + ct.log2(l_i)) * LN2).reshape((1, 1, BLOCK_M)))
+    if HAS_LEFT or HAS_RIGHT:
+        if any_nan(acc):
+            repair(
+                q, k, v, out, batch, head_q, head_kv, m_block, rows,
+                n_block_min * BLOCK_N, ct.minimum(n_block_max * BLOCK_N, seqlen_k),
+                m_i, shift_i, total, left, right, qk_scale, power_scale, cap_scale, softcap,
+                BLOCK_M, BLOCK_D, BLOCK_DV, HAS_LEFT, HAS_RIGHT, SOFTCAP, ACCURATE,
+            )  # fmt: skip
+        else:
+            store_output(out, batch, head_q, m_block, 0, acc, total, BLOCK_M, BLOCK_DV)
+    else:
+        store_output(out, batch, head_q, m_block, 0, acc, total, BLOCK_M, BLOCK_DV)

@@ -10,8 +10,8 @@ A masked score is replaced by -inf, so K may hold anything where it is masked.  
 0 * NaN is NaN.  A row block that ends with a NaN is computed again key by key with selected products (``repair``);
 that path is slow, and compiled only for problems with a mask.  ``device_fwd.py`` has the device code.
 
-Takes any strides and head sizes.  Limited by what the compiler overlaps: a second block on the SM (``occupancy``) covers
-what one block leaves idle.
+Takes any strides and head sizes.  Limited by what the compiler overlaps: a second block on the SM (``occupancy``), or with
+``num_worker_warps=8`` the other warpgroup of the block, covers what one warpgroup leaves idle.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any
 
 import torch
 
@@ -39,7 +39,10 @@ from peakattn.backends.cutile.toolchain import Array, TileLaunch
 from peakattn.device import Device
 from peakattn.problem import AttentionProblem
 
-Overlap = Literal["nothing", "scores", "output"]
+_WARPS = 4  # that compute, where the compiler chooses
+_SM_REGISTERS = 64 * 1024
+_MOST_REGISTERS = 255
+_OTHER_THREADS, _OTHER_REGISTERS = 128, 32  # those that copy
 
 
 @dataclass(frozen=True)
@@ -58,7 +61,6 @@ class Config:
     k_latency: int = 2
     v_latency: int = 4
     num_worker_warps: int = 0
-    overlap: Overlap = "nothing"
     opt_level: int = 3
 
     def __post_init__(self) -> None:
@@ -70,8 +72,6 @@ class Config:
         for name in ("k_latency", "v_latency"):
             between(name, getattr(self, name), 0, 10, "where 0 is the compiler's own choice")
         worker_warps("num_worker_warps", self.num_worker_warps)
-        if self.overlap not in get_args(Overlap):
-            raise ValueError(f"overlap is {self.overlap!r}; allowed are {', '.join(get_args(Overlap))}.")
 
     @property
     def hints(self) -> dict[str, Any]:
@@ -88,37 +88,54 @@ def reject(problem: AttentionProblem, device: Device) -> str | None:
 
 
 def default_config(problem: AttentionProblem, device: Device) -> Config:
-    """sm_100 and newer: the tiles that NVIDIA measured as best for such a kernel on B200 and DGX Spark.
+    """sm_90: measured on an H200 on 2026-11-29 (docs/notebook/cutile.md).
 
-    The rest is reasoned from registers and spills of the compiled code, and unmeasured.
+    sm_100 and newer: the tiles that NVIDIA measured as best for such a kernel on B200 and DGX Spark.  The rest is reasoned
+    from registers and spills of the compiled code, and unmeasured.
     """
     dim = max(padded(problem.head_dim), padded(problem.head_dim_v))
     if problem.dtype == torch.float32:
         return Config(32, 32, 1) if dim <= 128 else Config(16, 32, 1)
     if problem.seqlen_q <= 16:
         return Config(16, 64 if dim <= 128 else 32)
-    if dim > 128:
-        return Config(64, 64) if device.arch in (90, 100, 103) else Config(64, 32, 1)
     if device.arch == 90:
+        if dim > 128:
+            return Config(128, 128, 1, num_worker_warps=8) if problem.aligned else Config(64, 64)
+        if dim <= 64 and (problem.window_right is None or problem.seqlen_k <= 2048):
+            return Config(64, 64, 4)
         return Config(64, 128)
+    if dim > 128:
+        return Config(64, 64) if device.arch in (100, 103) else Config(64, 32, 1)
     if device.arch in (100, 103) and problem.seqlen_q > 2048:
         return Config(128, 128)
     return Config(64, 64)
 
 
 def search_space(problem: AttentionProblem, device: Device) -> Iterable[Config]:
-    """Tiles whose scores and output leave room in the registers that an occupancy grants, each with a few hints."""
-    dim_v = padded(problem.head_dim_v)
-    for block_m, block_n, occupancy, latencies in itertools.product(
-        (16, 32, 64, 128, 256), (16, 32, 64, 128), (1, 2, 3, 4), ((0, 0), (2, 4), (4, 4))
+    """Tiles whose scores and output fit the registers that an occupancy leaves a thread, each with a few hints."""
+    dims = padded(problem.head_dim), padded(problem.head_dim_v)
+    for block_m, block_n, occupancy, warps, latencies in itertools.product(
+        (16, 32, 64, 128, 256), (16, 32, 64, 128, 256), (1, 2, 3, 4), (0, 8), ((2, 4), (1, 1))
     ):
         # Of a tile with fewer rows than the query has, or fewer keys, only the smallest that holds them makes sense.
         if block_m > padded(problem.seqlen_q) or block_n > padded(problem.seqlen_k):
             continue
-        registers = block_m * (dim_v + 3 * block_n // 2)
-        shared = problem.dtype.itemsize * (block_m * padded(problem.head_dim) + block_n * (padded(problem.head_dim) + dim_v))
-        if registers * occupancy <= 64 * 1024 and (shared * occupancy <= device.smem_per_sm or device.type != "cuda"):
-            yield Config(block_m, block_n, occupancy, 1, *latencies)
+        if warps and (device.arch != 90 or block_m < 128):
+            continue
+        shared = problem.dtype.itemsize * (block_m * dims[0] + block_n * sum(dims))
+        if device.type == "cuda" and shared * occupancy > device.smem_per_sm:
+            continue
+        config = Config(block_m, block_n, occupancy, 1, *latencies, num_worker_warps=warps)
+        computing = 32 * (warps or _WARPS)
+        granted = (_SM_REGISTERS // occupancy - _OTHER_THREADS * _OTHER_REGISTERS) // computing
+        if registers_needed(problem, config) <= min(granted, _MOST_REGISTERS):
+            yield config
+
+
+def registers_needed(problem: AttentionProblem, config: Config) -> int:
+    """Of a thread that computes: scores and output are in registers at one time, beside some that any config needs."""
+    rows = config.block_m // config.num_ctas
+    return rows * (config.block_n + padded(problem.head_dim_v)) // (32 * (config.num_worker_warps or _WARPS)) + 32
 
 
 def _device_code() -> Any:
@@ -171,7 +188,6 @@ def launches(
         "ACCURATE": problem.dtype == torch.float32,
         "TF32": tf32(problem),
         "STORE_LSE": lse is not None,
-        "OVERLAP": get_args(Overlap).index(config.overlap),
         "K_LATENCY": config.k_latency,
         "V_LATENCY": config.v_latency,
     }
