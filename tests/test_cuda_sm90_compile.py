@@ -76,6 +76,7 @@ def test_default_configs_keep_their_products_in_flight(head_dim: int, change: di
     interior = min(made.loops, key=lambda loop: loop.get("ISETP", 0))
     assert interior["HGMMA"] == head_dim // 16 + config.block_n // 16
     assert interior.get("ISETP", 0) < 16, "no mask code in the interior"
+    assert max(loop.get("R2UR", 0) for loop in made.loops) <= 1, "descriptors and slots stay in uniform registers"
     assert ("HMMA" in made.opcodes) == keep_origin, "the way of a warp that computes its scores again"
 
 

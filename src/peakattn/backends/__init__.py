@@ -16,8 +16,8 @@ KERNELS: dict[str, str] = {
     "cute.fwd_sm90": "peakattn.backends.cute.fwd_sm90",
     "cutile.fwd": "peakattn.backends.cutile.fwd",
     "cutile.bwd": "peakattn.backends.cutile.bwd",
+    "cuda.fwd_sm90": "peakattn.backends.cuda.fwd_sm90",  # first of its backend where it runs
     "cuda.fwd_sm80": "peakattn.backends.cuda.fwd_sm80",
-    "cuda.fwd_sm90": "peakattn.backends.cuda.fwd_sm90",
 }
 
 # The extra of this package that brings a backend's compiler; torch brings Triton on Linux.

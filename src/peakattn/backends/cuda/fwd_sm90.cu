@@ -595,6 +595,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, OCCUPANCY)
         q_parity ^= 1;
         KeyTiles own(mask, m_offset, ROWS);
         if (m_offset >= seqlen_q) own.end = own.first;  // no rows at all
+        own.end = uniform(own.end), own.first = uniform(own.first);
         consumer.skip(tiles.end - own.end);
         if (own.first < own.end)
             consumer.attend(own, m_offset);

@@ -33,6 +33,12 @@ struct __align__(64) TensorMap {
 
 INLINE u32 shared_address(const void *pointer) { return static_cast<u32>(__cvta_generic_to_shared(pointer)); }
 
+// A value that is the same in all lanes, so that the compiler knows it and keeps what follows from it in uniform registers.
+template <class T>
+INLINE T uniform(T x) {
+    return __shfl_sync(ALL_LANES, x, 0);
+}
+
 // The lane, read at this place and nowhere before.
 INLINE int lane_here() {
     int lane;
@@ -144,14 +150,15 @@ struct Boxes {
     }
 
     // The descriptors of the sixteen columns from 16 k, for a tile whose rows are along M or N, and of the sixteen rows from
-    // 16 k, for one whose rows are along K.  Only the address in the lower word changes.
+    // 16 k, for one whose rows are along K.  Additions are of 64 bits on purpose: those of the lower word alone, put together
+    // with a constant, make ptxas give up uniform registers where loops have run-time bounds.
     struct Descriptor {
-        u32 low;
+        u64 whole;
 
-        INLINE explicit Descriptor(u32 tile) : low(u32(BOX_BYTES / 16) << 16 | tile >> 4) {}
-        INLINE u64 along_row(int k) const { return at((k / 4 * BOX_BYTES + k % 4 * 32) / 16); }
-        INLINE u64 down(int k) const { return at(k * 16 * BOX_ROW_BYTES / 16); }
-        INLINE u64 at(u32 step) const { return u64(1u << 30 | 8 * BOX_ROW_BYTES / 16) << 32 | (low + step); }
+        INLINE explicit Descriptor(u32 tile)
+            : whole(u64(1u << 30 | 8 * BOX_ROW_BYTES / 16) << 32 | u32(BOX_BYTES / 16) << 16 | (tile & 0x3ffff) >> 4) {}
+        INLINE u64 along_row(int k) const { return whole + (k / 4 * BOX_BYTES + k % 4 * 32) / 16; }
+        INLINE u64 down(int k) const { return whole + k * 16 * BOX_ROW_BYTES / 16; }
     };
 };
 
