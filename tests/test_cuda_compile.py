@@ -21,8 +21,8 @@ ARCHS = ("a100", "a10", "l40s", "h200", "b200", "rtx5090")
 NEEDED = {64: Config(128, 64, 4), 128: Config(128, 64, 8, q_in_registers=True), 256: Config(64, 32, 4)}
 # The default tiles for bfloat16 on Hopper.
 STALE = {
-    64: Config(128, 64, 4, 2, q_in_registers=True, stale_origin=True),
-    128: Config(128, 64, 4, 2, stale_origin=True),
+    64: Config(128, 32, 4, 3, q_in_registers=True, stale_origin=True),
+    128: Config(128, 32, 4, 3, stale_origin=True),
     256: Config(64, 64, 4, 1, stale_origin=True),
 }
 

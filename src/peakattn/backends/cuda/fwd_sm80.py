@@ -103,33 +103,42 @@ def default_config(problem: AttentionProblem, device: Device) -> Config:
     return min(fitting, key=lambda config: predicted_cycles(problem, config, device))
 
 
+# The fastest tiles on an H200 in bf16 by head size up to, and whether an edge cuts rows (docs/notebook/cuda_fwd_sm80.md).
+_HOPPER = {
+    (64, False): (128, 64, 4, 3, True),
+    (64, True): (128, 32, 4, 3, True),
+    (128, False): (128, 64, 4, 1, False),
+    (128, True): (128, 32, 4, 3, False),
+    (256, False): (128, 16, 8, 3, True),
+    (256, True): (64, 64, 4, 1, False),
+}
+
+
 def _candidates(problem: AttentionProblem, device: Device) -> list[Config]:
     """Warps of 32 rows, which read K and V half as often, where they fit into registers, and blocks of 8 to 1 warps of 16."""
     # Ten in natural logarithms is no rare growth, so float16 keeps the exact softmax.
     stale = problem.dtype == torch.bfloat16
     dim = max(_padded(problem.head_dim), _padded(problem.head_dim_v))
-    if dim <= 64:
-        tiles_ = [(128, 64, 4, True), *((16 * warps, 64, warps, True) for warps in (4, 2, 1))]
-    elif dim <= 128:
-        # Hopper: measured fastest in all cells, for all that it spills a little.  From sm_100 on both spill a lot.
-        wide = [(128, 64 if device.arch >= 90 else 32, 4, False)] if device.arch < 100 else []
-        tiles_ = [*wide, *((16 * warps, 64, warps, True) for warps in (8, 4, 2, 1))]
-    else:
-        tiles_ = [(64, 64, 4, False), *((16 * warps, 32, warps, False) for warps in (8, 4, 2, 1))]
-    return [
-        Config(m, n, warps, stages, q_in_registers, stale_origin=stale)
-        for m, n, warps, q_in_registers in tiles_
-        for stages in (2, 1)
-    ]
+    wide: list[tuple[int, int, int, int, bool]] = []
+    if 90 <= device.arch < 100:
+        cut = problem.window_left is not None or problem.window_right is not None
+        wide = [_HOPPER[next(limit for limit in (64, 128, 256) if dim <= limit), cut]]
+    elif dim <= 64:
+        wide = [(128, 64, 4, stages, True) for stages in (2, 1)]
+    elif dim <= 128 and device.arch < 90:  # from sm_100 on it spills a lot
+        wide = [(128, 32, 4, stages, False) for stages in (2, 1)]
+    block_n, in_registers = (64, True) if dim <= 128 else (32, False)
+    narrow = [(16 * warps, block_n, warps, stages, in_registers) for warps in (8, 4, 2, 1) for stages in (2, 1)]
+    return [Config(*tile, stale_origin=stale) for tile in (*wide, *narrow)]
 
 
 def search_space(problem: AttentionProblem, device: Device) -> Iterable[Config]:
     """Warps of 16 and 32 rows, with all other knobs, where the tiles fit the shared memory and registers of an SM."""
-    for num_warps, rows, block_n in itertools.product((1, 2, 4, 8), (16, 32), (32, 48, 64, 96, 128)):
+    for num_warps, rows, block_n in itertools.product((1, 2, 4, 8), (16, 32), (16, 32, 48, 64, 96, 128)):
         # An occupancy below these leaves every thread all registers that it can have.
         occupancies = {4: (1, 3, 4), 8: (1, 2)}.get(num_warps, (1,))
         for stages, in_registers, occupancy, (swizzle, stale) in itertools.product(
-            (1, 2), (False, True), occupancies, ((True, True), (True, False), (False, False))
+            (1, 2, 3), (False, True), occupancies, ((True, True), (True, False), (False, False))
         ):
             config = Config(rows * num_warps, block_n, num_warps, stages, in_registers, swizzle, occupancy, stale)
             if misfit(problem, config, device) is None:
