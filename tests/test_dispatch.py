@@ -39,6 +39,9 @@ def test_each_architecture_gets_its_kernel(device: str, kernel: str) -> None:
 @needs_triton
 def test_without_the_cute_extra_the_next_kernel_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(toolchain("cute"), "unavailable", lambda: "the package nvidia-cutlass-dsl is not installed")
+    monkeypatch.setattr(toolchain("cuda"), "unavailable", lambda: None)
+    assert dispatch.choose(CAUSAL, H200).kernel_id == "cuda.fwd_sm90"
+    monkeypatch.setattr(toolchain("cuda"), "unavailable", lambda: "the package cuda-bindings is not installed")
     choice = dispatch.choose(CAUSAL, H200)
     assert choice.kernel_id == "triton.fwd_sm90"
     assert choice.refusals["cute.fwd_sm90"].endswith('install it with: pip install "peakattn[cute]"')
@@ -94,11 +97,11 @@ def test_tuned_entries_order_the_kernels_that_they_compare_and_give_the_config(m
 
     lengths: dict[str, Any] = {"seqlen_q": 4096, "seqlen_k": 4096}
     plain = _entry(head_dim=128, **lengths)
-    preferred = ["cute.fwd_sm90", "triton.fwd_sm90", "triton.fwd", "cute.fwd_sm80"]
+    preferred = ["cute.fwd_sm90", "cuda.fwd_sm90", "triton.fwd_sm90", "triton.fwd", "cute.fwd_sm80"]
     assert order(plain) == preferred, "nothing says that it is faster than those before it"
     assert order(plain, _entry("triton.fwd_sm90", 0.9, head_dim=128, seqlen_q=2048, seqlen_k=2048)) == preferred
     assert order(plain, _entry("cute.fwd_sm90", 0.9, head_dim=128, **lengths))[0] == "triton.fwd"
-    assert order(plain, _entry("triton.fwd_sm90", 0.9, head_dim=128, **lengths))[1] == "triton.fwd"
+    assert order(plain, _entry("triton.fwd_sm90", 0.9, head_dim=128, **lengths))[2] == "triton.fwd"
     choice = dispatch.choose(CAUSAL, H200, backend="triton")
     assert (choice.kernel_id, choice.config_source, choice.config.block_m) == ("triton.fwd", "tuned", 64)
     order(plain)

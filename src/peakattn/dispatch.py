@@ -46,7 +46,7 @@ def preference(problem: AttentionProblem, device: Device) -> tuple[str, ...]:
     if problem.direction == "bwd":
         return ("triton.bwd",)
     if device.arch == 90:
-        return ("cute.fwd_sm90", "triton.fwd_sm90", "triton.fwd", "cute.fwd_sm80")
+        return ("cute.fwd_sm90", "cuda.fwd_sm90", "triton.fwd_sm90", "triton.fwd", "cute.fwd_sm80")
     return ("triton.fwd", "cute.fwd_sm80")
 
 
