@@ -126,7 +126,7 @@ def _cuobjdump() -> str:
 
 
 def artifacts(
-    cubin: bytes, name: str, arch: int, ptx: str = "", shared_bytes: int | None = None, num_threads: int | None = None
+    cubin: bytes, name: str, arch: int, ptx: str | None = None, shared_bytes: int | None = None, num_threads: int | None = None
 ) -> Artifacts:
     """What a compiler made of a device function. Shared memory and threads are the machine code's own unless given."""
     entry = next(e for e in entries(cubin) if e.name == name)
@@ -140,7 +140,7 @@ def artifacts(
         num_threads=num_threads or entry.num_threads or 0,
         opcodes=count_opcodes(sass),
         loops=tensor_loops(sass),
-        ptx=ptx,
+        ptx=ptx or None,
         sass=sass,
     )
 
