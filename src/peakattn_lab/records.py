@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
 import statistics
@@ -16,6 +17,7 @@ from peakattn_lab import problems, timing
 from peakattn_lab.provenance import Provenance
 
 SCHEMA = 1
+PACKED = ".gz"  # a records file that was packed, because it has thousands of rows; it is read and not appended to
 
 Row = TypeVar("Row", bound=pydantic.BaseModel)
 
@@ -207,10 +209,13 @@ def read(path: Path) -> list[Record]:
 
 
 def read_as(model: type[Row], path: Path) -> list[Row]:
-    """All rows of a file; a truncated last line is left out. Damage elsewhere is a ValueError that names the line."""
+    """All rows of a file, which gzip may have packed; a truncated last line is left out.
+
+    Damage elsewhere is a ValueError that names the line.
+    """
     if not path.exists():
         return []
-    text = path.read_bytes().decode("utf-8", errors="replace")
+    text = _content(path).decode("utf-8", errors="replace")
     lines = text.split("\n")
     if lines[-1]:
         lines[-1] = ""
@@ -229,6 +234,13 @@ def read_as(model: type[Row], path: Path) -> list[Row]:
     return rows
 
 
+def _content(path: Path) -> bytes:
+    if path.suffix != PACKED:
+        return path.read_bytes()
+    with gzip.open(path) as file:
+        return file.read()
+
+
 def kind_of(row: Any) -> str | None:
     """What a parsed line is, by a field that only such rows have; None for anything else."""
     return next((kind for field, kind in _KINDS.items() if field in row), None) if isinstance(row, dict) else None
@@ -238,8 +250,7 @@ def kind_of_file(path: Path) -> str | None:
     """What the first row of a file is; None where there is none, or nothing known."""
     if not path.is_file():
         return None
-    with path.open(encoding="utf-8", errors="replace") as file:
-        line = next((line for line in file if line.strip()), "")
+    line = next((line for line in _content(path).decode("utf-8", errors="replace").splitlines() if line.strip()), "")
     try:
         return kind_of(json.loads(line))
     except ValueError:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import subprocess
 
@@ -48,6 +49,15 @@ def test_a_truncated_last_line_is_left_out_and_then_cut_off(tmp_path):
     assert [r.contender for r in records.read(path)] == ["peakattn"]
     records.append(path, record("fa4", 800.0))
     assert [r.contender for r in records.read(path)] == ["peakattn", "fa4"]
+
+
+def test_a_packed_file_reads_as_it_did_before(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    records.append(path, record("fa3", 800.0))
+    packed = tmp_path / "rows.jsonl.gz"
+    packed.write_bytes(gzip.compress(path.read_bytes()))
+    assert records.read(packed) == records.read(path)
+    assert records.kind_of_file(packed) == records.kind_of_file(path) is not None
 
 
 def test_damage_elsewhere_names_the_line(tmp_path):

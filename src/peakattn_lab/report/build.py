@@ -30,12 +30,12 @@ class Section:
 
 
 def load(paths: Iterable[Path]) -> Found:
-    """Every row of record files, and of the ``.jsonl`` files under folders."""
+    """Every row of record files, and of the ``.jsonl`` and packed ``.jsonl.gz`` files under folders."""
     found = Found()
     for path in paths:
         if not path.exists():
             raise ValueError(f"there is no {path}; give record files (JSON lines) or folders of them.")
-        found.files += sorted(path.rglob("*.jsonl")) if path.is_dir() else [path]
+        found.files += sorted(p for e in ("", records.PACKED) for p in path.rglob(f"*.jsonl{e}")) if path.is_dir() else [path]
     for file in found.files:
         kind = records.kind_of_file(file)
         if kind not in MODELS:
