@@ -141,13 +141,13 @@ H200 = Device.named("h200")
         (64, {"seqlen_q": 9, "num_heads_kv": 4}),
         (64, {"seqlen_q": 9, "num_heads_kv": 2, "window_right": None}),
         (128, {"seqlen_q": 9, "num_heads_q": 28, "num_heads_kv": 4, "window_left": 2000}),
-        (128, {"seqlen_q": 48, "num_heads_kv": 4, "batch": 64, "window_right": None}),
+        (128, {"seqlen_q": 16, "num_heads_kv": 2, "batch": 64, "window_right": None}),
         (256, {"seqlen_q": 16, "num_heads_kv": 4}),
         (256, {"seqlen_q": 16, "num_heads_kv": 4, "window_right": None, "return_lse": False}),
     ],
     ids=[
         "64-causal-1k", "64-full", "128-causal", "256-full", "192-window-fp16",
-        "64-causal-4-heads", "64-full-8-heads", "128-window-7-heads", "128-full-4-heads-2-consumers", "256-causal-4-heads",
+        "64-causal-4-heads", "64-full-8-heads", "128-window-7-heads", "128-full-8-heads-2-consumers", "256-causal-4-heads",
         "256-full-4-heads",
     ],
 )  # fmt: skip
