@@ -75,19 +75,27 @@ def unit(found: Sequence[Cell]) -> tuple[str, Callable[[Record], float]]:
 
 
 def table(found: Sequence[Cell]) -> tuple[list[str], list[list[str]]]:
-    """(header, rows) of text for cells of one mode, in ``unit(found)``; where no speed may be shown, a word."""
+    """(header, rows) of text for cells of one mode, in ``unit(found)``; where no speed may be shown, a word.
+
+    One contender of ours has its ratio to the best rival with an interval and a verdict.  Several have their ratios behind
+    their speeds, because a table has only so much room.
+    """
     names = contenders(found)
     own = [name for name in names if is_ours(name)]
     value = unit(found)[1]
-    header = ["problem", *names]
-    for name in own:
-        of = "" if len(own) == 1 else f"{name.partition(':')[2] or name} "
-        header += [f"{of}x best rival", f"{of}verdict"]
+    alone = len(own) == 1
+    header = ["problem", *(name if alone else name.partition(":")[2] or name for name in names)]
+    if alone:
+        header += ["x best rival", "verdict"]
     body = []
     for cell in found:
-        line = [problems.label(cell.problem), *(_figure(cell.rows.get(name), value) for name in names)]
-        for name in own:
-            comparison = cell.against_best(name)
+        line = [problems.label(cell.problem)]
+        for name in names:
+            comparison = None if alone or name not in own else cell.against_best(name)
+            behind = "" if comparison is None else f" ({comparison.ratio:.2f} x)"
+            line.append(_figure(cell.rows.get(name), value) + behind)
+        if alone:
+            comparison = cell.against_best(own[0])
             if comparison is None:
                 line += ["", ""]
             else:

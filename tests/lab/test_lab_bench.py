@@ -146,6 +146,15 @@ def test_tables_show_ratio_and_verdict_against_the_best_rival():
     assert mean[1] == 1
 
 
+def test_several_kernels_of_ours_have_their_ratios_behind_their_speeds():
+    rows = [record("peakattn:cute.fwd_sm90", 850.0), record("peakattn:triton.fwd", 1800.0), record("fa4", 900.0)]
+    header, body = compare.table(compare.cells(rows))
+    assert header == ["problem", "cute.fwd_sm90", "triton.fwd", "fa4"]
+    assert body[0][1].endswith(" (1.06 x)")
+    assert body[0][2].endswith(" (0.50 x)")
+    assert "x" not in body[0][3]
+
+
 def test_a_red_gate_prints_no_speed():
     red = records.Gate(passed=False, message="out errs by 1.0; allowed is 0.1")
     rows = [record("peakattn", 850.0, gate=red), record("fa4", 900.0), record("fa3", 1.0, gate=red)]
