@@ -35,6 +35,7 @@ class Bench:
     seconds: float  # of measuring, per problem
     modes: Sequence[timing.Mode] = ()
     commit: str | None = None  # of a tree that was copied without its repository
+    rounds: int | None = None  # of measuring, instead of as many as the seconds allow
     device: Device = field(init=False)
     observer: observe.Observer = field(init=False)
     _finish: Callable[[], None] = field(init=False)
@@ -119,7 +120,7 @@ class Bench:
         if not samplers:
             return
         # A host sample must not queue behind another contender's kernel, so its sampler waits for the device itself.
-        samples = timing.interleave(samplers, seconds, finish=self._finish, on_round=self.observer.read)
+        samples = timing.interleave(samplers, seconds, finish=self._finish, on_round=self.observer.read, rounds=self.rounds)
         observed = self.observer.summary()
         for name, sampler in samplers.items():
             one = ready[name]

@@ -93,11 +93,13 @@ def interleave(
     finish: Callable[[], None] = lambda: None,
     on_round: Callable[[], None] = lambda: None,
     clock: Callable[[], float] = time.perf_counter,
+    rounds: int | None = None,
 ) -> dict[str, list[float]]:
     """Seconds per call, one sample of every contender a round, until ``seconds`` have passed or the medians are quiet.
 
     The first quarter of the time settles the clocks and is not kept.  ``finish`` waits for the device at the end of a
-    round; ``on_round`` then observes it.  At least ``MIN_ROUNDS`` rounds are kept, however long they take.
+    round; ``on_round`` then observes it.  At least ``MIN_ROUNDS`` rounds are kept, however long they take; exactly
+    ``rounds`` of them where that is given.
     """
     order = list(samplers)
     shuffle = random.Random(0).shuffle
@@ -117,12 +119,12 @@ def interleave(
         for name, value in round_().items():
             samples[name].append(value)
         on_round()
-        rounds = len(samples[order[0]])
-        if rounds < MIN_ROUNDS:
+        kept = len(samples[order[0]])
+        if kept < (rounds or MIN_ROUNDS):
             continue
-        if clock() - began >= seconds:
+        if rounds is not None or clock() - began >= seconds:
             return samples
-        if rounds >= _QUIET_ROUNDS and rounds % 8 == 0 and all(map(_is_quiet, samples.values())):
+        if kept >= _QUIET_ROUNDS and kept % 8 == 0 and all(map(_is_quiet, samples.values())):
             return samples
 
 

@@ -91,6 +91,14 @@ def test_interleave_takes_enough_rounds_of_slow_calls_and_stops_early_when_quiet
     assert len(samples["quiet"]) == 40
 
 
+@pytest.mark.parametrize("rounds", [2, 100])
+def test_a_given_number_of_rounds_is_kept_whatever_the_time(rounds):
+    clock = [0.0]
+    samples = timing.interleave({"quiet": made_up(clock, 0.5)}, 10.0, clock=lambda: clock[0], rounds=rounds)
+    assert len(samples["quiet"]) == rounds
+    assert clock[0] == pytest.approx(0.5 * (5 + rounds)), "and a quarter of the time before them"
+
+
 def test_input_sets_exceed_the_l2_cache():
     assert timing.input_sets(200 << 20, 60 << 20) == 2
     assert timing.input_sets(10 << 20, 60 << 20) * (10 << 20) > 2 * (60 << 20)

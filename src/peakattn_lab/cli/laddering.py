@@ -34,6 +34,7 @@ def ladder(
     dtype: Dtype = "bfloat16",
     rivals: Rivals = None,
     seconds: Annotated[float, typer.Option(help="Seconds of measuring for each problem.")] = 5.0,
+    iterations: Annotated[int | None, typer.Option(min=1, help="Samples of each rung, instead of --seconds.")] = None,
     experiment: Annotated[str | None, typer.Option(help="A side experiment, see --list.")] = None,
     check_only: Annotated[bool, typer.Option("--check-only", help="Hold the rungs to the oracle; no times.")] = False,
     static: Annotated[bool, typer.Option("--static", help="Compile and read the code; no GPU needed.")] = False,
@@ -71,7 +72,7 @@ def ladder(
         if not check_only:
             green = [one for one in chosen if one.id not in red]
             path = out or default_records(facts, "_".join(filter(None, ("ladder", language, experiment))))
-            _measure(language, green, experiment, wanted, where, facts, rivals, seconds, count, path, plot, commit)
+            _measure(language, green, experiment, wanted, where, facts, rivals, seconds, iterations, count, path, plot, commit)
     if red:
         raise typer.Exit(1)
 
@@ -171,6 +172,7 @@ def _measure(
     facts: Device,
     rivals: str | None,
     seconds: float,
+    iterations: int | None,
     count: int,
     path: Path,
     plot: Path | None,
@@ -190,7 +192,7 @@ def _measure(
         takers = [r for r in chosen if _takes(r, problem, facts)]
         plan.append((problem, given or [c for r in takers for c in subjects.candidates(r, problem, facts)]))
     code = _compile(plan, facts, count)
-    runner = Bench(where, seconds, ("kernel",), commit)
+    runner = Bench(where, seconds, ("kernel",), commit, iterations)
     shown: list[RungRecord] = []
     try:
         with progress("measuring", len(wanted)) as step:
