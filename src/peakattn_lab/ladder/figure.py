@@ -1,4 +1,4 @@
-"""The ladder as a picture: a bar for each rung, the best rival as a line, the gain over the rung before on each bar."""
+"""The ladder as a picture: a bar for each rung, rivals as lines, the gain over the rung before on each bar."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from peakattn_lab.ladder import tables
 from peakattn_lab.ladder.rows import Cell
 
 _RUNG, _LAST, _RIVAL = "#9ecae1", "#1b4f8f", "#b3541e"
+_ROOMY = 12  # as many bars leave room for a gain with its unit
 
 
 def draw(cells: Sequence[Cell], path: Path, title: str, stamp: str = "") -> None:
@@ -43,13 +44,14 @@ def draw(cells: Sequence[Cell], path: Path, title: str, stamp: str = "") -> None
             )
             gain = cell.gain(row, cell.before(row))
             if gain is not None:
-                axes.annotate(f"{gain.ratio:.2f} x", (x, high), ha="center", va="bottom", fontsize=7)
-        best = cell.best_rival
-        if best is not None:
-            axes.axhline(best.tflops, color=_RIVAL, linewidth=1.2, linestyle="--")
-            axes.annotate(
-                f"{best.contender}, {best.tflops:.0f}", (0, best.tflops), fontsize=7, color=_RIVAL, va="bottom", ha="left"
-            )
+                text = f"{gain.ratio:.2f} x" if len(steps) <= _ROOMY else f"{gain.ratio:.2f}"
+                axes.annotate(text, (x, high), ha="center", va="bottom", fontsize=7 if len(steps) <= _ROOMY else 6)
+        for i, rival in enumerate(cell.rivals):
+            if rival.speed_known:
+                axes.axhline(rival.tflops, color=_RIVAL, linewidth=1.2 if rival is cell.best_rival else 0.6, linestyle="--")
+                text = f"{rival.contender}, {rival.tflops:.0f}"
+                x = len(steps) * i * 0.15 - 0.4  # side by side, since rivals may be equally fast
+                axes.annotate(text, (x, rival.tflops), fontsize=7, color=_RIVAL, va="bottom", ha="left")
         ticks = [row.contender.removeprefix(row.rung or "").strip() or str(row.rung).rpartition(".step")[2] for row in steps]
         axes.set_xticks(range(len(steps)), ticks, fontsize=8)
         axes.set_title(tables.label(cell), fontsize=9, loc="left")
