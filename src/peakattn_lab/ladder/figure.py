@@ -50,8 +50,8 @@ def draw(cells: Sequence[Cell], path: Path, title: str, stamp: str = "") -> None
             if rival.speed_known:
                 axes.axhline(rival.tflops, color=_RIVAL, linewidth=1.2 if rival is cell.best_rival else 0.6, linestyle="--")
                 text = f"{rival.contender}, {rival.tflops:.0f}"
-                x = len(steps) * i * 0.15 - 0.4  # side by side, since rivals may be equally fast
-                axes.annotate(text, (x, rival.tflops), fontsize=7, color=_RIVAL, va="bottom", ha="left")
+                left = len(steps) * i * 0.15 - 0.4  # side by side, since rivals may be equally fast
+                axes.annotate(text, (left, rival.tflops), fontsize=7, color=_RIVAL, va="bottom", ha="left")
         ticks = [row.contender.removeprefix(row.rung or "").strip() or str(row.rung).rpartition(".step")[2] for row in steps]
         axes.set_xticks(range(len(steps)), ticks, fontsize=8)
         axes.set_title(tables.label(cell), fontsize=9, loc="left")
