@@ -373,6 +373,27 @@ def rows_of(times):
     return found
 
 
+def test_a_pause_of_the_host_does_not_cost_a_config_its_chance():
+    class Paused(measure.Bound):
+        """Ten microseconds a call, but for one that the host interrupts."""
+
+        def __init__(self) -> None:
+            super().__init__([lambda: None], [], cuda=True)
+            self.taken = 0
+
+        def __call__(self):
+            self.taken += 1
+            return lambda taken=self.taken: 5e-3 if taken == 2 else 10e-6
+
+    bound = Paused()
+    bound.settle(lambda: None)
+    assert bound.first == 5e-3
+    samples = measure.screen(bound, 10e-6, 0.0, lambda: None)
+    assert len(samples) == 6
+    assert max(samples) == 10e-6
+    assert bound.calls_per_sample > 1
+
+
 def test_a_right_prediction_is_a_hit_and_a_reversed_one_is_none():
     tiles = [(64, n) for n in (16, 32, 64, 128)]
     right = rows_of({tile: (100.0 + 50 * i, 2000 * (i + 1) * tile[1] // 16) for i, tile in enumerate(tiles)})
@@ -398,6 +419,26 @@ def test_the_model_charges_for_waste_spills_and_few_blocks():
     assert us(blocks=1) > us()
     assert us(instruction="HMMA") > us()
     assert us(loop={}) is None
+
+
+def test_the_model_knows_what_loads_and_other_blocks_hide():
+    """A tile that is not asked for ahead of its use is waited for; warps of one block wait together, blocks do not."""
+
+    def us(stages: int, **changes: Any) -> float:
+        config = {"block_m": 64, "block_n": 64, "num_stages": stages}
+        found = predict.predicted_us("triton.fwd", PROBLEMS[1], config, [FACTS.model_copy(update=changes)], HOPPER)
+        assert found is not None
+        return found
+
+    assert us(1) > us(2) >= us(3) == us(4)
+    full = problems.make(4096, 64, batch=4, heads=8)
+    wide = {"block_m": 128, "block_n": 64, "num_stages": 3}
+
+    def alone(blocks: int, threads: int) -> float:
+        facts = FACTS.model_copy(update={"blocks": blocks, "num_threads": threads})
+        return predict.predicted_us("triton.fwd", full, wide, [facts], HOPPER) or 0.0
+
+    assert alone(2, 128) < alone(1, 256), "as many warps, in two blocks and in one"
 
 
 def test_a_causal_problem_has_half_the_tiles():

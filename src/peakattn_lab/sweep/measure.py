@@ -198,7 +198,9 @@ def screen(bound: Bound, limit: float | None, seconds: float, synchronize: Calla
     """Seconds per call of one config: one sample if it is hopeless against ``limit``, three if clearly slower, else six and
     more while ``seconds`` last."""
     if limit is not None and bound.first > _HOPELESS * limit:
-        return [bound.first]
+        bound.settle(synchronize)  # a host that paused between two events must not cost a config its chance
+        if bound.first > _HOPELESS * limit:
+            return [bound.first]
     samples: list[float] = []
     while True:
         resolve = bound()
