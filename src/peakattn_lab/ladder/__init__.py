@@ -4,12 +4,13 @@ A language is a package ``ladder/<language>/`` with
 
 ``RUNGS``      literal dict, rung id (``ladder.triton.step3``) -> dotted module name, in the order of the ladder
 ``SOURCE``     one sentence: whose figures PUBLISHED are, and on which GPU
-``artifacts``  (kernel module, problem, config, arch) -> list of contract.Artifacts, with no GPU
-``layouts``    the same arguments -> list of sentences on what moves between layouts; leave it out where nothing can tell
+``layouts``    (kernel module, problem, config, arch) -> list of sentences on what moves between layouts; leave it out where
+               nothing can tell
 ``EXPERIMENTS`` dict name -> Experiment: side experiments of the source; may be left out
 
-and a line in ``LANGUAGES``.  A rung is a module ``step<k>_<idea>.py`` that can be read alone: the five names of the kernel
-contract (Config, reject, default_config, search_space, launch; perhaps prepare), a device function that is called
+and a line in ``LANGUAGES`` under the name of its backend.  A rung is a module ``step<k>_<idea>.py`` that can be read alone:
+the five names of the kernel contract (Config, reject, default_config, search_space, launch; perhaps prepare), ``launches``,
+which describes what ``launch`` launches and is what compiles without a GPU, a device function that is called
 ``attention_fwd_kernel`` in every rung, so that the diff between neighbours is the idea, and literals:
 
 ``IDEA``       one sentence
@@ -41,6 +42,7 @@ from types import ModuleType
 from typing import Any
 
 from peakattn import backends
+from peakattn.backends.binding import meta_tensors
 from peakattn.backends.contract import Artifacts
 from peakattn.backends.sources import kernel_hash
 from peakattn.problem import AttentionProblem
@@ -140,8 +142,10 @@ class Rung:
         return hashlib.sha256(repr(said).encode()).hexdigest()[:16]
 
     def artifacts(self, problem: AttentionProblem, config: Any, arch: int) -> list[Artifacts]:
-        """What the compiler makes of it, with no GPU."""
-        made: list[Artifacts] = _package(self.language).artifacts(self.kernel, problem, config, arch)
+        """What its language's compiler makes of it, with no GPU."""
+        softcap = 0.5 if problem.softcap else 0.0
+        launches = self.kernel.launches(problem, config, *meta_tensors(problem), 1.0, softcap)
+        made: list[Artifacts] = backends.toolchain(self.language).artifacts_of(launches, arch)
         return made
 
     def layouts(self, problem: AttentionProblem, config: Any, arch: int) -> list[str]:

@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 
-from peakattn.backends.binding import Bound
 from peakattn.backends.cuda import fwd_sm80, toolchain
 from peakattn.backends.cuda.toolchain import CudaLaunch, Int64
 from peakattn.device import Device
 from peakattn.problem import AttentionProblem
+from peakattn_lab.ladder import hosting
 
 ROWS = 16  # query rows of one mma.sync
 _BANKS, _WORD = 32, 4  # of shared memory, and the bytes that a bank serves at a time
@@ -66,7 +66,7 @@ def only(config: Config) -> tuple[Callable[..., Config], Callable[..., Iterable[
 
 def entry_points(
     device_code: str, shared_bytes: Callable[[AttentionProblem, Config], int]
-) -> tuple[Callable[..., list[CudaLaunch]], Callable[..., None], Callable[..., Bound]]:
+) -> tuple[Callable[..., list[CudaLaunch]], Callable[..., None], Callable[..., Callable[..., None]]]:
     """``launches``, and ``launch`` and ``prepare`` of the kernel contract, for a rung with a source file beside this one."""
 
     def launches(
@@ -102,16 +102,7 @@ def entry_points(
         threads, shared = 32 * config.num_warps, shared_bytes(problem, config)
         return [CudaLaunch(source, "attention_fwd_kernel", grid, threads, shared, args, constants)]
 
-    def launch(problem: AttentionProblem, config: Config, *args: Any) -> None:
-        toolchain.run(launches(problem, config, *args))
-
-    def prepare(
-        problem: AttentionProblem, config: Config, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor,
-        lse: torch.Tensor | None,
-    ) -> Bound:  # fmt: skip
-        return toolchain.bind(launches(problem, config, q, k, v, out, lse, 1.0, 0.0), (q, k, v, out, lse))
-
-    return launches, launch, prepare
+    return launches, *hosting.entry_points(toolchain, launches)
 
 
 def turns(row: int, weights: int = 0, scores: int = 0, shared_rows: bool = False) -> dict[str, int]:

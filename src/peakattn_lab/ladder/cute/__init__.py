@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-from types import ModuleType
-from typing import Any
-
-from peakattn.backends.contract import Artifacts
-from peakattn.problem import AttentionProblem
 from peakattn_lab.ladder import Experiment
 
 RUNGS: dict[str, str] = {
@@ -40,11 +35,3 @@ EXPERIMENTS: dict[str, Experiment] = {
         subjects=((7, {**_TILE, "pingpong": False}), (7, {**_TILE, "pingpong": True})),
     ),
 }
-
-
-def artifacts(kernel: ModuleType, problem: AttentionProblem, config: Any, arch: int) -> list[Artifacts]:
-    """What the CuTe DSL makes of a rung's launches for ``sm_<arch>``, with no GPU."""
-    from peakattn.backends.binding import meta_tensors
-    from peakattn.backends.cute import toolchain
-
-    return toolchain.artifacts_of(kernel.launches(problem, config, *meta_tensors(problem), 1.0, 0.0), arch)

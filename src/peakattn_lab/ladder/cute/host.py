@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from peakattn.backends.binding import Bound
 from peakattn.backends.cute import fwd_sm90, toolchain
 from peakattn.backends.cute.toolchain import CuteLaunch, Tma
 from peakattn.backends.tiles import heads_per_section
 from peakattn.device import Device
 from peakattn.problem import AttentionProblem
+from peakattn_lab.ladder import hosting
 
 ROWS = 64  # query rows of a consumer: those of one wgmma
 _WARPGROUP = 128
@@ -206,13 +207,5 @@ def _tma(tensor: torch.Tensor, rows: int) -> Tma:
     return Tma(tensor, (1, 1, rows, 64), swizzle=3)
 
 
-def entry_points(launches: Callable[..., list[CuteLaunch]]) -> tuple[Callable[..., None], Callable[..., Bound]]:
-    """``launch`` and ``prepare`` of the kernel contract, for a rung that describes its launches."""
-
-    def launch(problem: AttentionProblem, config: Any, *args: Any) -> None:
-        toolchain.run(launches(problem, config, *args))
-
-    def prepare(problem: AttentionProblem, config: Any, *tensors: Any) -> Bound:
-        return toolchain.bind(launches(problem, config, *tensors, 1.0, 0.0), tensors)
-
-    return launch, prepare
+# launch and prepare of the kernel contract, for a rung that describes its launches.
+entry_points = functools.partial(hosting.entry_points, toolchain)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -13,8 +14,7 @@ from peakattn.backends.cutile.common import between, padded, power_of_two, unsup
 from peakattn.backends.cutile.toolchain import Array, TileLaunch
 from peakattn.device import Device
 from peakattn.problem import AttentionProblem
-
-Launches = Callable[..., list[TileLaunch]]
+from peakattn_lab.ladder import hosting
 
 
 @dataclass(frozen=True)
@@ -92,13 +92,5 @@ def launch_of(
     return [launch]
 
 
-def entry_points(launches: Launches) -> tuple[Callable[..., None], Callable[..., Callable[..., None]]]:
-    """``launch`` and ``prepare`` of the kernel contract, for a rung that describes its launches."""
-
-    def launch(problem: AttentionProblem, config: Any, *args: Any) -> None:
-        toolchain.run(launches(problem, config, *args))
-
-    def prepare(problem: AttentionProblem, config: Any, *tensors: Any) -> Callable[..., None]:
-        return toolchain.bind(launches(problem, config, *tensors, 1.0, 0.0), tensors)
-
-    return launch, prepare
+# launch and prepare of the kernel contract, for a rung that describes its launches.
+entry_points = functools.partial(hosting.entry_points, toolchain)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from types import ModuleType
 from typing import Any
 
-from peakattn.backends.contract import Artifacts
 from peakattn.problem import AttentionProblem
 from peakattn_lab.ladder import Experiment
 
@@ -59,13 +58,6 @@ EXPERIMENTS: dict[str, Experiment] = {
         ),
     ),
 }
-
-
-def artifacts(kernel: ModuleType, problem: AttentionProblem, config: Any, arch: int) -> list[Artifacts]:
-    """What Triton makes of a rung's launches for ``sm_<arch>``, with no GPU."""
-    from peakattn.backends.triton import toolchain
-
-    return toolchain.artifacts_of(toolchain.launches_of(kernel, problem, config), arch)
 
 
 def layouts(kernel: ModuleType, problem: AttentionProblem, config: Any, arch: int) -> list[str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,8 +13,7 @@ from peakattn.backends.triton.tile_ops import check_launch_knobs, padded, power_
 from peakattn.backends.triton.toolchain import KernelLaunch
 from peakattn.device import Device
 from peakattn.problem import AttentionProblem
-
-Launches = Callable[..., list[KernelLaunch]]
+from peakattn_lab.ladder import hosting
 
 
 @dataclass(frozen=True)
@@ -98,13 +97,5 @@ def launch_of(
     return [KernelLaunch(fn, (programs, 1, 1), args, constants, config.num_warps, config.num_stages)]
 
 
-def entry_points(launches: Launches) -> tuple[Callable[..., None], Callable[..., Callable[..., None]]]:
-    """``launch`` and ``prepare`` of the kernel contract, for a rung that describes its launches."""
-
-    def launch(problem: AttentionProblem, config: Any, *args: Any) -> None:
-        toolchain.run(launches(problem, config, *args))
-
-    def prepare(problem: AttentionProblem, config: Any, *tensors: Any) -> Callable[..., None]:
-        return toolchain.bind(launches(problem, config, *tensors, 1.0, 0.0), tensors)
-
-    return launch, prepare
+# launch and prepare of the kernel contract, for a rung that describes its launches.
+entry_points = functools.partial(hosting.entry_points, toolchain)
