@@ -35,4 +35,4 @@ def test_a_loop_is_what_a_backward_branch_spans_and_no_retry_behind_the_end() ->
 
 def test_what_is_no_cubin_is_refused_in_a_sentence() -> None:
     with pytest.raises(ValueError, match=r"not a 64-bit ELF file; pass the bytes of a cubin\."):
-        cubin.facts(b"MZ not an ELF file, long enough", "kernel")
+        cubin.entry(b"MZ not an ELF file, long enough", "kernel")

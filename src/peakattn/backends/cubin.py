@@ -35,22 +35,44 @@ _TARGET = re.compile(r"0x([0-9a-f]+)")
 
 
 @dataclass(frozen=True)
-class Facts:
-    """Per-thread registers at launch and local-memory frame, in bytes."""
+class Entry:
+    """A kernel of a cubin. Shared memory is the static part; what a launch adds stands in no file."""
 
-    registers: int
-    frame_bytes: int
+    name: str
+    registers: int  # per thread, at launch
+    frame_bytes: int  # of local memory, per thread
+    static_shared_bytes: int
+    num_threads: int | None  # required or the most of a block, where the kernel says it
 
 
-def facts(cubin: bytes, name: str) -> Facts:
-    """The facts of kernel ``name`` in an ELF cubin; ValueError when it is not there."""
-    found = _all_facts(cubin)
+def entry(cubin: bytes, name: str) -> Entry:
+    """Kernel ``name`` of an ELF cubin; ValueError when it is not there."""
+    found = {one.name: one for one in entries(cubin)}
     if name not in found:
         raise ValueError(f"the cubin has no kernel {name!r}; it has {', '.join(found) or 'none'}.")
     return found[name]
 
 
-def _all_facts(cubin: bytes) -> dict[str, Facts]:
+def entries(cubin: bytes) -> list[Entry]:
+    """Every kernel of an ELF cubin."""
+    registers, frames = _by_symbol(cubin)
+    sections = dict(_sections(cubin))
+    shared = {name: header[5] for name, _, header in _section_table(cubin) if name.startswith(".nv.shared.")}
+    reserved = _SYSTEM_SHARED if arch(cubin) >= 90 else 0
+    made = []
+    for symbol, count in registers.items():
+        if f".text.{symbol}" not in sections:
+            continue
+        threads = {c: payload for c, payload in _records(sections.get(f".nv.info.{symbol}", b"")) if len(payload) == 12}
+        limits = threads.get(_REQUIRED_THREADS) or threads.get(_MAX_THREADS)
+        size = max(shared.get(f".nv.shared.{symbol}", 0) - reserved, 0)
+        num_threads = math.prod(struct.unpack("<3I", limits)) if limits else None
+        made.append(Entry(symbol, count, frames.get(symbol, 0), size, num_threads))
+    return made
+
+
+def _by_symbol(cubin: bytes) -> tuple[dict[str, int], dict[str, int]]:
+    """Registers and local-memory frames of device functions, by name."""
     names = _symbols(cubin)
     registers: dict[str, int] = {}
     frames: dict[str, int] = {}
@@ -61,35 +83,7 @@ def _all_facts(cubin: bytes) -> dict[str, Facts]:
             if code in (_REGISTERS, _FRAME) and len(payload) == 8:
                 symbol, value = struct.unpack("<II", payload)
                 (registers if code == _REGISTERS else frames)[names[symbol]] = value
-    return {name: Facts(count, frames.get(name, 0)) for name, count in registers.items()}
-
-
-@dataclass(frozen=True)
-class Entry:
-    """A kernel of a cubin. Shared memory is the static part; what a launch adds stands in no file."""
-
-    name: str
-    registers: int
-    frame_bytes: int
-    static_shared_bytes: int
-    num_threads: int | None  # required or the most of a block, where the kernel says it
-
-
-def entries(cubin: bytes) -> list[Entry]:
-    """Every kernel of an ELF cubin."""
-    sections = dict(_sections(cubin))
-    shared = {name: header[5] for name, _, header in _section_table(cubin) if name.startswith(".nv.shared.")}
-    reserved = _SYSTEM_SHARED if arch(cubin) >= 90 else 0
-    made = []
-    for symbol, found in _all_facts(cubin).items():
-        if f".text.{symbol}" not in sections:
-            continue
-        threads = {c: payload for c, payload in _records(sections.get(f".nv.info.{symbol}", b"")) if len(payload) == 12}
-        limits = threads.get(_REQUIRED_THREADS) or threads.get(_MAX_THREADS)
-        size = max(shared.get(f".nv.shared.{symbol}", 0) - reserved, 0)
-        num_threads = math.prod(struct.unpack("<3I", limits)) if limits else None
-        made.append(Entry(symbol, found.registers, found.frame_bytes, size, num_threads))
-    return made
+    return registers, frames
 
 
 def abi(cubin: bytes) -> int:
@@ -129,15 +123,15 @@ def artifacts(
     cubin: bytes, name: str, arch: int, ptx: str | None = None, shared_bytes: int | None = None, num_threads: int | None = None
 ) -> Artifacts:
     """What a compiler made of a device function. Shared memory and threads are the machine code's own unless given."""
-    entry = next(e for e in entries(cubin) if e.name == name)
+    found = entry(cubin, name)
     sass = disassemble(cubin)
     return Artifacts(
         name=name,
         arch=arch,
-        registers=entry.registers,
-        frame_bytes=entry.frame_bytes,
-        shared_bytes=entry.static_shared_bytes if shared_bytes is None else shared_bytes,
-        num_threads=num_threads or entry.num_threads or 0,
+        registers=found.registers,
+        frame_bytes=found.frame_bytes,
+        shared_bytes=found.static_shared_bytes if shared_bytes is None else shared_bytes,
+        num_threads=num_threads or found.num_threads or 0,
         opcodes=count_opcodes(sass),
         loops=tensor_loops(sass),
         ptx=ptx or None,

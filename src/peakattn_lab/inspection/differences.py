@@ -31,7 +31,7 @@ def assembled(found: Inspection, ptxas: Path) -> Inspection:
         if f.facts.ptx is None:
             raise ValueError(f"{f.facts.name} has no PTX to assemble again; its compiler writes machine code directly.")
         binary = tools.assemble(f.facts.ptx, ptxas)
-        sass, entry = tools.listing(binary), cubin.facts(binary, f.facts.name)
+        sass, entry = tools.listing(binary), cubin.entry(binary, f.facts.name)
         facts = dataclasses.replace(
             f.facts,
             registers=entry.registers,
