@@ -8,7 +8,7 @@ import os
 import statistics
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TextIO, TypeVar, cast
 
 import pydantic
 
@@ -215,8 +215,8 @@ def read_as(model: type[Row], path: Path) -> list[Row]:
     """
     if not path.exists():
         return []
-    text = _content(path).decode("utf-8", errors="replace")
-    lines = text.split("\n")
+    with _opened(path) as file:
+        lines = file.read().split("\n")
     if lines[-1]:
         lines[-1] = ""
     rows = []
@@ -234,11 +234,10 @@ def read_as(model: type[Row], path: Path) -> list[Row]:
     return rows
 
 
-def _content(path: Path) -> bytes:
-    if path.suffix != PACKED:
-        return path.read_bytes()
-    with gzip.open(path) as file:
-        return file.read()
+def _opened(path: Path) -> TextIO:
+    """A records file to read, packed or not. Only a newline ends a line; bytes that are no UTF-8 are replaced."""
+    opened = gzip.open if path.suffix == PACKED else open
+    return cast(TextIO, opened(path, "rt", encoding="utf-8", errors="replace", newline="\n"))
 
 
 def kind_of(row: Any) -> str | None:
@@ -250,7 +249,8 @@ def kind_of_file(path: Path) -> str | None:
     """What the first row of a file is; None where there is none, or nothing known."""
     if not path.is_file():
         return None
-    line = next((line for line in _content(path).decode("utf-8", errors="replace").splitlines() if line.strip()), "")
+    with _opened(path) as file:
+        line = next((line for line in file if line.strip()), "")
     try:
         return kind_of(json.loads(line))
     except ValueError:
