@@ -8,7 +8,7 @@ smallest trigger.
 from __future__ import annotations
 
 import zlib
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -244,3 +244,11 @@ CASES: tuple[Case, ...] = (
 )
 
 BY_NAME: dict[str, Case] = {case.name: case for case in CASES}
+
+
+def small(name: str, **sizes: Any) -> Case:
+    """A case of the same options and layout with fewer rows, and with one head where there are no groups."""
+    case = BY_NAME[name]
+    if case.num_heads_q == case.num_heads_kv:
+        sizes = {"num_heads_q": 1, "num_heads_kv": 1, **sizes}
+    return replace(case, **sizes)

@@ -5,20 +5,19 @@ Only tiles with the 128-byte swizzle are known: widths that are multiples of 64.
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import re
-import struct
-from typing import Any
 
 import numpy as np
 import torch
 
 import ptx_hopper
 import ptx_interpreter as base
-from peakattn.backends.cute.toolchain import Compiled, CuteLaunch, Int64
-from peakattn.backends.driver import Counter, Tma
+from peakattn.backends.cute.toolchain import Compiled, CuteLaunch
+from peakattn.backends.driver import Tma
 from ptx_hopper import Barrier, swizzled
-from ptx_interpreter import POISON, WARP, Array, Instruction, Memory, Step, form
+from ptx_interpreter import POISON, WARP, Array, Instruction, Step, form
 
 
 class Block(ptx_hopper.Block):
@@ -169,27 +168,6 @@ def readable(ptx: str) -> str:
 
 def run(launch: CuteLaunch, compiled: Compiled, blocks: int | None = None) -> None:
     """The launch with tensors of the CPU, by ``blocks`` blocks one after another, where a block may take several tiles."""
-    memory = Memory()
-    counter = torch.zeros(1, dtype=torch.int32)
-    counts_at = memory.add(counter, writable=True)
-    lse = launch.args["lse"]
-    args: list[Any] = []
-    for value in launch.args.values():
-        if isinstance(value, torch.Tensor):
-            args.append(memory.add(value, writable=value is lse))
-        elif isinstance(value, Counter):
-            args.append(counts_at)
-        elif isinstance(value, float):
-            args.append(struct.unpack("I", struct.pack("f", value))[0])
-        elif isinstance(value, Int64):
-            args.append(value.value)
-        elif value is not None:
-            args.append(value if isinstance(value, Tma) else value & 0xFFFFFFFF)
-    program = ptx_hopper.Program(readable(compiled.ptx), compiled.name)
-    blocks = blocks or launch.grid[0]
-    with np.errstate(all="ignore"):
-        for index in range(blocks):
-            Block(program, launch.num_threads, launch.shared_bytes, args, memory, index, num_blocks=blocks).run()
-    memory.fetch(lse)
-    memory.fetch(counter)
-    assert counter.item() == 0, "the next launch begins with the counter of this one"
+    present = {name: value for name, value in launch.args.items() if value is not None}  # None is no parameter here
+    compiled = dataclasses.replace(compiled, ptx=readable(compiled.ptx))
+    ptx_hopper.run(compiled, dataclasses.replace(launch, args=present), [launch.args["lse"]], blocks, block=Block)

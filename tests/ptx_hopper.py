@@ -23,7 +23,8 @@ import numpy as np
 import torch
 
 import ptx_interpreter as base
-from peakattn.backends.driver import Tma
+from peakattn.backends.codecache import Compiled
+from peakattn.backends.driver import Counter, Tma
 from ptx_interpreter import POISON, WARP, Array, Instruction, Memory, Step, form, widened
 
 _MAPS_AT = 1 << 40  # addresses that stand for the TMA descriptors among the parameters
@@ -463,21 +464,26 @@ def _wgmma_wait(i: Instruction) -> Step:
 
 
 def run(
-    ptx: str,
-    function: str,
-    grid: int,
-    num_threads: int,
-    shared_bytes: int,
-    args: Sequence[Any],
-    memory: Memory,
+    compiled: Compiled,
+    launch: Any,
+    written: Sequence[torch.Tensor],
+    grid: int | None = None,
     warp_order: Sequence[int] | None = None,
+    block: type[Block] = Block,
 ) -> int:
-    """Runs every block of a one-dimensional grid, and returns the number of bank conflicts; descriptors are ``Tma`` values."""
-    program = Program(ptx, function)
-    conflicts = 0
-    with np.errstate(all="ignore"):
-        for index in range(grid):
-            block = Block(program, num_threads, shared_bytes, args, memory, index, num_blocks=grid)
-            block.run(warp_order)
-            conflicts += block.conflicts
-    return int(conflicts)
+    """``ptx_interpreter.run`` by ``grid`` blocks, where a block may take several tiles.
+
+    A ``Counter`` is zero for the launch, and must be zero for the next one.
+    """
+    program, memory = Program(compiled.ptx, compiled.name), Memory()
+    counter = torch.zeros(1, dtype=torch.int32)
+    values = (counter if isinstance(value, Counter) else value for value in launch.args.values())
+    args = base.parameters(values, memory, (*written, counter))
+    blocks, shape = grid or launch.grid[0], (launch.num_threads, launch.shared_bytes)
+    conflicts = base.run_blocks((block(program, *shape, args, memory, i, num_blocks=blocks) for i in range(blocks)), warp_order)
+    for x in written:
+        memory.fetch(x)
+    if any(isinstance(value, Counter) for value in launch.args.values()):
+        memory.fetch(counter)
+        assert counter.item() == 0, "the next launch begins with the counter of this one"
+    return conflicts

@@ -18,12 +18,16 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Callable, Sequence
+import struct
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
+
+from peakattn.backends.binding import Int64
+from peakattn.backends.codecache import Compiled
 
 WARP = 32
 ALL_LANES = 0xFFFFFFFF
@@ -709,22 +713,39 @@ def _mma(i: Instruction) -> Step:
     return step
 
 
-def run(
-    ptx: str,
-    function: str,
-    grid: int,
-    num_threads: int,
-    shared_bytes: int,
-    args: Sequence[int],
-    memory: Memory,
-    warp_order: Sequence[int] | None = None,
-) -> int:
-    """Runs every block of a one-dimensional grid, and returns the number of bank conflicts."""
-    program = Program(ptx, function)
+def parameters(values: Iterable[Any], memory: Memory, written: Sequence[torch.Tensor]) -> list[Any]:
+    """A launch's arguments as its kernel reads them; tensors go to ``memory``, where ``written`` alone can be written."""
+    made: list[Any] = []
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            made.append(memory.add(value, writable=any(value is x for x in written)))
+        elif isinstance(value, float):
+            made.append(struct.unpack("I", struct.pack("f", value))[0])
+        elif isinstance(value, Int64):
+            made.append(value.value)
+        elif isinstance(value, int):
+            made.append(value & 0xFFFFFFFF)
+        else:
+            made.append(0 if value is None else value)
+    return made
+
+
+def run_blocks(blocks: Iterable[Block], warp_order: Sequence[int] | None = None) -> int:
+    """Runs blocks one after another, and returns the number of bank conflicts."""
     conflicts = 0
     with np.errstate(all="ignore"):
-        for index in range(grid):
-            block = Block(program, num_threads, shared_bytes, args, memory, index)
+        for block in blocks:
             block.run(warp_order)
             conflicts += block.conflicts
     return int(conflicts)
+
+
+def run(compiled: Compiled, launch: Any, written: Sequence[torch.Tensor], warp_order: Sequence[int] | None = None) -> int:
+    """Runs a launch whose tensors are on the CPU, and returns the number of bank conflicts; see ``parameters``."""
+    program, memory = Program(compiled.ptx, compiled.name), Memory()
+    args = parameters(launch.args.values(), memory, written)
+    shape = launch.num_threads, launch.shared_bytes
+    conflicts = run_blocks((Block(program, *shape, args, memory, i) for i in range(launch.grid[0])), warp_order)
+    for x in written:
+        memory.fetch(x)
+    return conflicts

@@ -55,15 +55,8 @@ def run(launch: CudaLaunch, device: str = "cpu") -> int:
         toolchain.bind([launch], tensors)(*tensors, 1.0, 0.0)
         torch.cuda.synchronize()
         return 0
-    memory = ptx_interpreter.Memory()
-    args = [memory.add(x, writable=name.endswith("out")) for name, x in launch.args.items()]
-    ptx = toolchain.compile_launch(launch, 80).ptx
-    conflicts = ptx_interpreter.run(
-        ptx, launch.function, launch.grid[0], launch.num_threads, launch.shared_bytes, args, memory, range(8)
-    )
-    for x in tensors:
-        memory.fetch(x)
-    return conflicts
+    written = [x for name, x in launch.args.items() if name.endswith("out")]
+    return ptx_interpreter.run(toolchain.compile_launch(launch, 80), launch, written, range(8))
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])

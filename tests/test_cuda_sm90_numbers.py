@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
-import struct
 from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
 
+import oracle
 import ptx_hopper
-from cases import BY_NAME, Case
+from cases import BY_NAME, Case, small
 from peakattn import dispatch, reference
 from peakattn.backends import toolchain
 from peakattn.backends.cuda import fwd_sm90
-from peakattn.backends.driver import Counter, Tma
 from peakattn.problem import AttentionProblem
 
 F16, BF16 = torch.float16, torch.bfloat16
@@ -41,44 +39,9 @@ def forward(
     config = fwd_sm90.Config(**knobs)
     (launch,) = fwd_sm90.launches(problem, config, q, k, v, out, lse, scale, options.get("softcap") or 0.0)
     compiled = toolchain("cuda").compile_launch(launch, 90)
-    memory = ptx_hopper.Memory()
-    counter = torch.zeros(1, dtype=torch.int32)
-    addresses = {id(x): memory.add(x, writable=x is lse or x is counter) for x in (q, k, v, lse, counter)}
-    args: list[Any] = []
-    for value in launch.args.values():
-        if isinstance(value, torch.Tensor):
-            args.append(addresses[id(value)])
-        elif isinstance(value, Tma):
-            args.append(value)
-        elif isinstance(value, Counter):
-            args.append(addresses[id(counter)])
-        elif isinstance(value, float):
-            args.append(struct.unpack("I", struct.pack("f", value))[0])
-        else:
-            args.append(value & 0xFFFFFFFF if isinstance(value, int) else value.value if value is not None else 0)
-    conflicts = ptx_hopper.run(
-        compiled.ptx, compiled.name, grid or launch.grid[0], launch.num_threads, launch.shared_bytes, args, memory, warp_order
-    )
-    memory.fetch(lse)
-    memory.fetch(counter)
+    conflicts = ptx_hopper.run(compiled, launch, [lse], grid, warp_order)
     assert conflicts == 0
-    assert counter.item() == 0, "the next launch begins with the counter of this one"
     return out, lse
-
-
-def check(out: torch.Tensor, lse: torch.Tensor, tensors: Tensors, options: dict[str, Any]) -> None:
-    want_out, want_lse = reference.attention(*tensors, **options)
-    low_out, low_lse = reference.attention(*tensors, dtype=out.dtype, **options)
-    reference.check(out, want_out, low_out, "out")
-    reference.check(lse, want_lse, low_lse, "lse", torch.float16)
-
-
-def small(name: str, **sizes: Any) -> Case:
-    """A case of the same options and layout with fewer rows, and with one head where there are no groups."""
-    case = BY_NAME[name]
-    if case.num_heads_q == case.num_heads_kv:
-        sizes = {"num_heads_q": 1, "num_heads_kv": 1, **sizes}
-    return dataclasses.replace(case, **sizes)
 
 
 # Case, dtype, knobs, and the number of blocks where one shall take several tiles.
@@ -110,7 +73,7 @@ RUNS: list[tuple[Case, torch.dtype, dict[str, Any], int | None]] = [
 def test_cuda_fwd_sm90_keeps_the_error_budget(case: Case, dtype: torch.dtype, knobs: dict[str, Any], grid: int | None) -> None:
     tensors = case.inputs(dtype)
     out, lse = forward(tensors, knobs, case.options, grid)
-    check(out, lse, tensors, case.options)
+    oracle.check(out, lse, *tensors, **case.options)
 
 
 @pytest.mark.parametrize("keep_origin", [False, True])
@@ -121,7 +84,7 @@ def test_scores_that_outgrow_their_row_move_its_origin(options: dict[str, Any], 
     k = (k * torch.linspace(12.0, 0.1, 200).reshape(1, 200, 1, 1)).to(F16)
     knobs = {"block_m": 64, "block_n": 32, "keep_origin": keep_origin}
     out, lse = forward((q, k, v), knobs, options)
-    check(out, lse, (q, k, v), options)
+    oracle.check(out, lse, q, k, v, **options)
 
 
 @pytest.mark.parametrize("separate_out", [False, True])
@@ -134,7 +97,7 @@ def test_no_warp_needs_another_to_be_late_or_early(separate_out: bool, warp_orde
     tensors = case.inputs(F16)
     knobs = {"block_m": 128, "block_n": 64, "separate_out": separate_out}
     out, lse = forward(tensors, knobs, {"window_size": (70, 40)}, 1, warp_order)
-    check(out, lse, tensors, {"window_size": (70, 40)})
+    oracle.check(out, lse, *tensors, window_size=(70, 40))
 
 
 MASKED = [{"causal": True}, {"causal": True, "alignment": "top_left"}, {"window_size": (5, 3)}]
@@ -145,18 +108,7 @@ def test_a_masked_key_never_influences_a_row(options: dict[str, Any], value: flo
     """0 * NaN is NaN: rows that end with one are computed again, and only those that see a poisoned key keep it."""
     tensors = Case("masked", "", 40, 44, 2, 1, 32, 40).inputs(BF16)
     knobs = {"block_m": 64, "block_n": 16}
-    clean_out, clean_lse = forward(tensors, knobs, options)
-    q, k, v = tensors
-    problem = AttentionProblem.of(q, k, v, **options)
-    for key in (20, 41):
-        k[:, key], v[:, key] = value, value
-    out, lse = forward(tensors, knobs, options)
-    blind = [i for i in range(40) if not any(a <= key < b for a, b in [problem.key_range(i)] for key in (20, 41))]
-    assert len(blind) > 10
-    reference.check(out[:, blind], clean_out[:, blind].double(), clean_out[:, blind])
-    torch.testing.assert_close(lse[..., blind], clean_lse[..., blind], rtol=0, atol=0)
-    seeing = [i for i in range(40) if i not in blind]
-    assert torch.isnan(out[:, seeing].float()).any()
+    oracle.check_masked_keys(lambda qkv, options: forward(qkv, knobs, options), tensors, options, value)
 
 
 @pytest.mark.parametrize("scale", [1e9, 1e11])

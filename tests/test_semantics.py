@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import oracle
 import peakattn
 from cases import ALL, BY_NAME, CASES, Case
 from conftest import Target
@@ -21,17 +22,6 @@ from peakattn.problem import AttentionProblem
 PAIRS = [pytest.param(case, dtype, id=f"{case}-{str(dtype)[6:]}") for case in CASES for dtype in case.dtypes]
 
 
-def check(
-    out: torch.Tensor, lse: torch.Tensor | None, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any
-) -> None:
-    want_out, want_lse = reference.attention(q, k, v, **options)
-    low_out, low_lse = reference.attention(q, k, v, dtype=q.dtype, **options)
-    reference.check(out, want_out, low_out, "out")
-    if lse is not None:
-        # Float32 holds it, but with 16-bit inputs torch's own kernel takes exp to 20 bits.
-        reference.check(lse, want_lse, low_lse, "lse", torch.float32 if q.dtype == torch.float32 else torch.float16)
-
-
 @pytest.mark.parametrize(("case", "dtype"), PAIRS)
 def test_forward(target: Target, case: Case, dtype: torch.dtype) -> None:
     q, k, v = case.inputs(dtype, target.device)
@@ -40,7 +30,7 @@ def test_forward(target: Target, case: Case, dtype: torch.dtype) -> None:
     assert lse.dtype == torch.float32
     assert out.shape == (*q.shape[:-1], v.shape[-1])
     assert lse.shape == (q.shape[0], q.shape[2], q.shape[1])
-    check(out, lse, q, k, v, **case.options)
+    oracle.check(out, lse, q, k, v, **case.options)
     # Without lse the same numbers come out: the flag is no other kernel's (FA#2729).
     torch.testing.assert_close(target.attention(q, k, v, **case.options), out, rtol=0, atol=0)
 
@@ -123,7 +113,7 @@ def test_the_result_does_not_depend_on_the_config(target: Target, name: str, dty
     space = list(kernel.search_space(problem, device))
     for config in (space[0], space[len(space) // 2], space[-1]):
         out, lse = target.attention(q, k, v, return_lse=True, config=config, **case.options)
-        check(out, lse, q, k, v, **case.options)
+        oracle.check(out, lse, q, k, v, **case.options)
 
 
 @pytest.mark.parametrize("options", [{"softcap": 2.0}, {"window_size": (13, 4)}, {"causal": True}], ids=str)
@@ -132,7 +122,7 @@ def test_tiles_smaller_than_the_problem(options: dict[str, Any]) -> None:
     q, k, v = Case("tiles", "", 61, 77, 6, 2, 24, 40).inputs(torch.float32)
     for config in ({"block_m": 7, "block_n": 5}, {"block_m": 1, "block_n": 80}, {"block_m": 64, "block_n": 3}):
         out, lse = peakattn.attention(q, k, v, config=config, return_lse=True, **options)
-        check(out, lse, q, k, v, **options)
+        oracle.check(out, lse, q, k, v, **options)
 
 
 @pytest.mark.parametrize("name", ["causal", "gqa_5", "softcap_window", "several_tiles"])

@@ -5,15 +5,15 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-import struct
 from typing import Any
 
 import pytest
 import torch
 from typer.testing import CliRunner
 
+import oracle
 import ptx_interpreter
-from peakattn import dispatch, reference
+from peakattn import dispatch
 from peakattn.backends.contract import Artifacts, ForwardKernel
 from peakattn.device import Device
 from peakattn.problem import AttentionProblem
@@ -64,25 +64,8 @@ def run(step: int, lengths: tuple[int, int], heads: tuple[int, int], head_dim: i
     from peakattn.backends.cuda import toolchain
 
     compiled = toolchain.compile_launch(launch, 80)
-    memory = ptx_interpreter.Memory()
-    addresses = {id(x): memory.add(x, writable=x is out or x is lse) for x in (q, k, v, out, lse)}
-    args = []
-    for value in launch.args.values():
-        if isinstance(value, torch.Tensor):
-            args.append(addresses[id(value)])
-        elif isinstance(value, float):
-            args.append(struct.unpack("I", struct.pack("f", value))[0])
-        else:
-            args.append(value & 0xFFFFFFFF if isinstance(value, int) else value.value)
-    conflicts = ptx_interpreter.run(
-        compiled.ptx, compiled.name, launch.grid[0], launch.num_threads, launch.shared_bytes, args, memory
-    )
-    memory.fetch(out)
-    memory.fetch(lse)
-    want_out, want_lse = reference.attention(q, k, v, causal=causal)
-    low_out, low_lse = reference.attention(q, k, v, dtype=dtype, causal=causal)
-    reference.check(out, want_out, low_out, "out")
-    reference.check(lse, want_lse, low_lse, "lse", torch.float16)
+    conflicts = ptx_interpreter.run(compiled, launch, (out, lse))
+    oracle.check(out, lse, q, k, v, causal=causal)
     return conflicts
 
 
