@@ -199,6 +199,14 @@ def test_inference_mode() -> None:
     assert inputs[0].grad is not None
 
 
+def test_no_grad_and_grad_take_turns_on_the_same_tensors() -> None:
+    q, k, v = small(grad=True)
+    for _ in range(3):
+        with torch.no_grad():
+            assert peakattn.attention(q, k, v).grad_fn is None
+        assert type(peakattn.attention(q, k, v).grad_fn).__name__ == "AttentionBackward"
+
+
 def test_a_parameter_and_a_subclass_are_tensors() -> None:
     q, k, v = small()
 

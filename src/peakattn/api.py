@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any, Literal, overload
 
 import torch
+from torch.compiler import is_compiling
 
 from peakattn import dispatch, ops
 from peakattn.device import Device
@@ -111,24 +112,24 @@ def attention(
 
     The algorithm is FlashAttention-2 (Dao, arXiv:2307.08691): online softmax over tiles of keys, O(seqlen) memory.
     """
-    if torch.compiler.is_compiling():
+    if is_compiling():
         return _traceable(q, k, v, causal, window_size, softmax_scale, softcap, alignment, return_lse, backend, config)
-    options = (causal, window_size, alignment, softcap is None, return_lse, backend, config, torch.is_grad_enabled())
-    plan = None
+    options = (causal, window_size, alignment, softcap is None, return_lse, backend, config)
     try:
-        for check, recent in _recent.get(options, ()):
+        for check, plan in _recent.get(options, ()):
             if check(q, k, v):
-                plan = recent
                 break
+        else:
+            plan = None
     except TypeError:  # an unhashable option, such as a config given as a dict
-        pass
-    if plan is None:
+        plan = None
+    if plan is None or (plan.needs_grad and not torch.is_grad_enabled()):
         return _unprepared(
             options, q, k, v, causal, window_size, softmax_scale, softcap, alignment, return_lse, backend, config
         )
     q_address, k_address, v_address = q.data_ptr(), k.data_ptr(), v.data_ptr()
     if (
-        (plan.problem.aligned and (q_address | k_address | v_address) & 15)
+        (q_address | k_address | v_address) & plan.low_bits
         or not (softmax_scale is None or (type(softmax_scale) is float and 0 < softmax_scale < math.inf))
         or not (softcap is None or (type(softcap) is float and 0 < softcap < math.inf))
     ):
@@ -213,7 +214,8 @@ def _unprepared(
     given = q
     if softmax_scale is not None:
         q, softmax_scale = _positive_scale(q, softmax_scale)
-    needs_grad = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+    requires_grad = q.requires_grad or k.requires_grad or v.requires_grad
+    needs_grad = requires_grad and torch.is_grad_enabled()
     problem = AttentionProblem.of(
         *(q, k, v),
         causal=causal,
@@ -232,7 +234,8 @@ def _unprepared(
         plan = ForwardPlan(problem, q, k, v, backend, config, needs_grad)
         if key is not None:
             remember(_plans, key, plan)
-    if key is not None and _TensorGuards is not None and q is given:
+    # A check sees requires_grad but not the grad mode: a plan for such tensors under no_grad could be taken for training.
+    if key is not None and _TensorGuards is not None and q is given and needs_grad == requires_grad:
         sizes = [list(x.shape) for x in (q, k, v)]
         guard = _TensorGuards(q, k, v, dynamic_dims_sizes=sizes, dynamic_dims_strides=[list(s) for s in strides])
         others = (pair for pair in _recent.get(options, ()) if pair[1] is not plan)

@@ -46,7 +46,7 @@ def new_lse(q: torch.Tensor) -> torch.Tensor:
 
 
 class ForwardPlan:
-    """One forward problem, ready to be called.
+    """One forward problem, ready to be called. ``low_bits`` are those that no address of q, k or v may have set.
 
     ``addresses``, where there is one, launches on the addresses of q, k, v, out and lse; ``simple`` says that this plan
     needs no more than that, an ``empty_like(q)`` and no lse: the shortest road that a call can take.
@@ -59,6 +59,7 @@ class ForwardPlan:
         "addresses",
         "backend",
         "choice",
+        "low_bits",
         "needs_grad",
         "problem",
         "scale",
@@ -79,6 +80,7 @@ class ForwardPlan:
         self.needs_grad = needs_grad
         self.backend = backend
         self.scale = 1.0 / math.sqrt(problem.head_dim)
+        self.low_bits = 15 if problem.aligned else 0
         self._like = problem.head_dim_v == problem.head_dim
         # One element that looks like an lse: empty_like of it costs a third of empty with a shape.
         self._lse_like = (

@@ -40,7 +40,9 @@ _NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING
 _RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
 _TMA_DTYPES = {torch.float16: 6, torch.float32: 7, torch.bfloat16: 9}  # CUtensorMapDataType
 _TMA_BYTES = 128
-_MAX_CACHED_MAPS = 64
+_MAX_CACHED_MAPS = 256  # sets of addresses, as of the layers of a model
+_STREAM = _LaunchConfig.stream.offset
+_CHANGING = ctypes.sizeof(_LaunchConfig)  # where the parameters that change begin, in the memory of a launch
 
 _functions: dict[tuple[str, int, int], Any] = {}
 
@@ -199,36 +201,36 @@ class Kernel:
 
 
 class _Slot:
-    """Parameter buffer and launch struct of one in-flight host call.
+    """Launch struct and parameter buffer of one in-flight host call, in one piece of memory.
 
-    kernelParams points at each parameter, so their order in the buffer is ours: first the addresses and numbers that
-    change with every call, written by one pack_into, then tensor maps, then constants.
+    kernelParams points at each parameter, so their order in the buffer is ours: the stream of the launch struct, the
+    addresses and numbers that change with every call, and the tensor maps follow each other, and one ``pack_into``
+    writes them all; the constants come last.
     """
 
-    def __init__(self, kernel: Kernel) -> None:
-        changing = [p for p in kernel.params if isinstance(p, _Changing)]
-        maps = [p for p in kernel.params if isinstance(p, TensorMap)]
+    __slots__ = ("config", "memory", "params")
+
+    def __init__(self, kernel: Kernel, packed: struct.Struct, maps_at: int) -> None:
         constants = [p for p in kernel.params if isinstance(p, bytes)]
-        self.layout = struct.Struct("".join("f4x" if isinstance(p, Scalar) else "Q" for p in changing))
-        maps_at = 8 * len(changing) + -8 * len(changing) % 64
-        constants_at = maps_at + _TMA_BYTES * len(maps)
-        self._storage = (ctypes.c_ubyte * (constants_at + 8 * len(constants) + 64))()
-        base = ctypes.addressof(self._storage) + (-ctypes.addressof(self._storage) % 64)
-        self.buffer = (ctypes.c_ubyte * (8 * len(changing) + 8)).from_address(base)
-        self.map_addresses = [base + maps_at + _TMA_BYTES * i for i in range(len(maps))]
+        constants_at = _STREAM + packed.size
+        # A memoryview is written faster than a ctypes array, and keeps the array alive.
+        storage = (ctypes.c_ubyte * (constants_at + 8 * len(constants) + 64))()
+        start = -ctypes.addressof(storage) % 64
+        base = ctypes.addressof(storage) + start
+        self.memory = memoryview(storage)[start:]
+        grid, block = _Dim3(*kernel.grid), _Dim3(kernel.num_threads, 1, 1)
+        config = _LaunchConfig.from_buffer(storage, start)
+        config.grid, config.block, config.shared_bytes = grid, block, kernel.shared_bytes
+        self.config = ctypes.byref(config)
         for i, constant in enumerate(constants):
             ctypes.memmove(base + constants_at + 8 * i, constant, len(constant))
         places = (
-            (base + 8 * i for i in itertools.count()),
-            iter(self.map_addresses),
-            (base + constants_at + 8 * i for i in itertools.count()),
+            itertools.count(base + _CHANGING, 8),
+            itertools.count(base + maps_at, _TMA_BYTES),
+            itertools.count(base + constants_at, 8),
         )
         order = [2 if isinstance(p, bytes) else 1 if isinstance(p, TensorMap) else 0 for p in kernel.params]
         self.params = (ctypes.c_void_p * max(len(order), 1))(*(next(places[kind]) for kind in order))
-        self.mapped: tuple[int, ...] = ()  # the addresses that the tensor maps in the buffer stand for
-        grid, block = _Dim3(*kernel.grid), _Dim3(kernel.num_threads, 1, 1)
-        self.config = _LaunchConfig(grid, block, kernel.shared_bytes, None, None, 0)
-        self.config_ref = ctypes.byref(self.config)
 
 
 def launcher(kernel: Kernel, device: int) -> Callable[[Sequence[Any]], None]:
@@ -239,41 +241,46 @@ def launcher(kernel: Kernel, device: int) -> Callable[[Sequence[Any]], None]:
     cu_launch = _cuda().cuLaunchKernelEx
     function = kernel.function
     current_stream = _raw_stream()
-    pick_changing = _picker([p.slot for p in kernel.params if isinstance(p, _Changing)])
-    counters = _counters(device) if any(isinstance(p, Counter) for p in kernel.params) else None
+    changing = [p for p in kernel.params if isinstance(p, _Changing)]
+    pick_changing = _picker([p.slot for p in changing])
+    counters = _counters(device) if any(isinstance(p, Counter) for p in changing) else None
     tensor_maps = [p for p in kernel.params if isinstance(p, TensorMap)]
     pick_mapped = _picker([p.slot for p in tensor_maps])
-    encoded: dict[tuple[TensorMap, int], bytes] = {}
-    free = [_Slot(kernel)]
+    encoded: dict[tuple[int, ...], bytes] = {}
 
-    def fill_maps(slot: _Slot, addresses: tuple[int, ...]) -> None:
-        for target, tensor_map, address in zip(slot.map_addresses, tensor_maps, addresses, strict=True):
-            known = encoded.get((tensor_map, address))
-            if known is None:
-                known = encoded[tensor_map, address] = tensor_map.encode(address)
-                while len(encoded) > _MAX_CACHED_MAPS:
-                    encoded.pop(next(iter(encoded)), None)
-            ctypes.memmove(target, known, _TMA_BYTES)
-        slot.mapped = addresses
+    maps_at = _CHANGING + 8 * len(changing)
+    maps_at += -maps_at % 64
+    numbers = "".join("f4x" if isinstance(p, Scalar) else "Q" for p in changing)
+    gap = maps_at - _CHANGING - 8 * len(changing)
+    packed = struct.Struct(f"<Q{_CHANGING - _STREAM - 8}x{numbers}{gap}x{_TMA_BYTES * len(tensor_maps)}s")
+    pack = packed.pack_into
+    free = [_Slot(kernel, packed, maps_at)]
+
+    def encode(addresses: tuple[int, ...]) -> bytes:
+        maps = b"".join(m.encode(address) for m, address in zip(tensor_maps, addresses, strict=True))
+        encoded[addresses] = maps
+        while len(encoded) > _MAX_CACHED_MAPS:
+            encoded.pop(next(iter(encoded)), None)
+        return maps
 
     def launch(args: Sequence[Any]) -> None:
         # list.pop and list.append are atomic, so threads never share a slot.
         try:
             slot = free.pop()
         except IndexError:
-            slot = _Slot(kernel)
+            slot = _Slot(kernel, packed, maps_at)
         stream = current_stream(device)
         if counters is not None:
             args = (*args, counters.of(stream))
-        slot.layout.pack_into(slot.buffer, 0, *pick_changing(args))
         mapped = pick_mapped(args)
-        if mapped != slot.mapped:
-            fill_maps(slot, mapped)
-        slot.config.stream = stream
-        status = cu_launch(slot.config_ref, function, slot.params, None)
+        maps = encoded.get(mapped)
+        if maps is None:
+            maps = encode(mapped)
+        pack(slot.memory, _STREAM, stream, *pick_changing(args), maps)
+        status = cu_launch(slot.config, function, slot.params, None)
         if status == _INVALID_CONTEXT:
             _make_context_current(device)
-            status = cu_launch(slot.config_ref, function, slot.params, None)
+            status = cu_launch(slot.config, function, slot.params, None)
         free.append(slot)
         if status:
             raise _error("cuLaunchKernelEx", status)
