@@ -41,7 +41,7 @@ def test_every_architecture_gets_tensor_cores_and_where_it_has_it_tma(kernel_id:
             assert a.opcodes.get(PRODUCTS[arch], 0) > 0, a.name
             assert a.opcodes.get("UTMALDG", 0) >= 3 * (arch >= 90), a.name
             assert a.opcodes.get("LDGSTS", 0) > 0 or arch >= 90, a.name
-        assert a.loop_spills <= (1 if arch == 120 else 0), a.name
+        assert a.loop_spills <= (arch == 120 or (arch == 90 and "dkdv" in a.name)), a.name
         assert a.registers <= 255
         assert a.registers * a.num_threads <= 64 * 1024
         assert a.shared_bytes <= Device.for_arch(arch).smem_per_block
@@ -83,8 +83,10 @@ def test_a_problem_without_a_mask_has_one_loop_and_no_repair() -> None:
 def test_the_hopper_backward_keeps_its_sums_in_registers(head_dim: int) -> None:
     problem = of_dim(head_dim).backward(needs_dq=True, needs_dk=True, needs_dv=True, aligned=True)
     made = artifacts("cutile.bwd", problem, 90)
-    assert len(made) == (4 if head_dim == 256 else 3), "dk and dv of head_dim 256 have a launch each"
-    for a in made[1:]:
+    rows, dkdv, dq = made
+    assert rows.spill_instructions == dq.spill_instructions == 0
+    for a in (dkdv, dq):
         assert len(a.loops) == 2, "one without a mask, one for the diagonal"
         assert all(loop["HGMMA"] > 0 for loop in a.loops)
-        assert a.loop_spills <= (10 if head_dim == 256 else 0), a.name
+    # Two blocks an SM with a few spills are faster than one without: see the notebook.
+    assert dkdv.loop_spills <= {64: 9, 128: 1, 256: 0}[head_dim]

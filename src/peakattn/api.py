@@ -115,14 +115,14 @@ def attention(
     if is_compiling():
         return _traceable(q, k, v, causal, window_size, softmax_scale, softcap, alignment, return_lse, backend, config)
     options = (causal, window_size, alignment, softcap is None, return_lse, backend, config)
+    plan = None
     try:
-        for check, plan in _recent.get(options, ()):
+        for check, recent in _recent.get(options, ()):
             if check(q, k, v):
+                plan = recent
                 break
-        else:
-            plan = None
     except TypeError:  # an unhashable option, such as a config given as a dict
-        plan = None
+        pass
     if plan is None or (plan.needs_grad and not torch.is_grad_enabled()):
         return _unprepared(
             options, q, k, v, causal, window_size, softmax_scale, softcap, alignment, return_lse, backend, config

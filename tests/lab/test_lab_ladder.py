@@ -93,6 +93,12 @@ def test_what_a_rung_says_does_not_change_its_hash(tmp_path, monkeypatch):
     assert hashes[1] != rung.source_hash
 
 
+def test_the_source_of_the_library_s_kernel_has_its_device_code():
+    idioms = {"triton": "warpgroup_mma(", "cute": "cute.gemm(", "cuda": "mma(", "cutile": "ct.mma("}
+    for language, idiom in idioms.items():
+        assert idiom in ladder.rungs(language)[-1].source
+
+
 def test_a_difference_shows_the_idea():
     before, after = ladder.rungs("triton", ["8", "9"])
     text = ladder.difference(before, after)

@@ -107,9 +107,11 @@ def test_the_hash_covers_the_kernel_and_what_it_imports_from_its_backend():
         if own:
             assert {p.parent.name for p in own} == {kernel_id.split(".")[0]}
     names = {p.name for p in sources.kernel_sources("triton.fwd")}
-    assert {"fwd.py", "toolchain.py"} <= names
+    assert {"fwd.py", "device_fwd.py", "toolchain.py"} <= names
     assert not {"contract.py", "tiles.py"} & names
-    assert {"device_fwd_sm90.py", "tiles.py"} <= {p.name for p in sources.kernel_sources("cute.fwd_sm90")}
+    cute = {"device_fwd_sm90.py", "device_hopper_ops.py", "device_output_sm90.py", "device_softmax_sm90.py", "tiles.py"}
+    assert cute <= {p.name for p in sources.kernel_sources("cute.fwd_sm90")}
+    assert {"fwd_sm80.cu", "attention_ops.cuh"} <= {p.name for p in sources.kernel_sources("cuda.fwd_sm80")}
     assert records.kernel_hash("gone.fwd") is None
 
 

@@ -17,12 +17,13 @@ from typer.testing import CliRunner
 
 from peakattn import backends
 from peakattn.device import CPU, Device
+from peakattn.problem import Direction
 from peakattn_lab import cli, problems, records, workers
 from peakattn_lab.records import FunctionFacts, SweepRecord
 from peakattn_lab.sweep import budget, heatmap, measure, predict
 from peakattn_lab.sweep import jobs as sweep_jobs
 from peakattn_lab.sweep import tables as sweeptables
-from peakattn_lab.sweep.grid import Candidate, candidates, code_class, from_both_ends
+from peakattn_lab.sweep.grid import Candidate, candidates, code_class, from_both_ends, source_problems
 from peakattn_lab.sweep.jobs import Compiled, CompileJob, MeasureJob, Measurement
 from peakattn_lab.sweep.run import Sweep
 
@@ -146,8 +147,28 @@ def test_lengths_share_code_unless_the_compiler_sees_a_difference():
     assert classes(problems.make(2048, 64), problems.make(4096, 64)) == 1
     assert classes(problems.make(2048, 64), problems.make(2048, 64, causal=True)) == 2  # a mask
     assert classes(problems.make(2048, 64), problems.make(2000, 64)) == 2  # a tile that is cut
-    assert classes(problems.make(64, 64), problems.make(128, 64)) == 2  # a count that is 1
-    assert classes(problems.make(128, 64), problems.make(2048, 64)) == 2  # a count that is a multiple of 16
+    assert classes(problems.make(64, 64), problems.make(2048, 64, batch=2, heads=3)) == 1  # no matter how many tiles and heads
+    assert classes(problems.make(64, 40, heads=2), problems.make(64, 40, heads=3)) == 2  # a stride that is a multiple of 16
+    assert classes(problems.make(64, 64, window=(60, 0)), problems.make(64, 64, window=(64, 0))) == 2  # an edge that cuts none
+    assert classes(*source_problems()) == 2
+
+
+@pytest.mark.parametrize("kernel_id", ["triton.fwd", "triton.fwd_sm90", "triton.bwd"])
+def test_triton_makes_one_code_of_a_class(kernel_id, monkeypatch):
+    pytest.importorskip("triton")
+    toolchain, kernel = backends.toolchain("triton"), backends.load(kernel_id)
+    monkeypatch.setattr(toolchain, "_compiled", {})
+    monkeypatch.setattr(toolchain, "_compile", lambda launch, backend, *seen: (launch.fn, repr(seen), repr(launch.options)))
+    codes: dict[Any, set[Any]] = {}
+    direction: Direction = "bwd" if kernel_id == "triton.bwd" else "fwd"
+    lengths, heads = ((1, 1), (17, 17), (512, 512), (4096, 4096), (64, 1000)), ((1, 1), (3, 3), (8, 8), (6, 2))
+    windows = ((None, None), (None, 0), (100, 0))
+    for seqlens, head_dim, batch, pair, window in itertools.product(lengths, (40, 64), (1, 2), heads, windows):
+        problem = problems.make(seqlens, head_dim, batch=batch, heads=pair, window=window, direction=direction)
+        config = kernel.default_config(problem, HOPPER)
+        found = [toolchain.compile_launch(one, 90) for one in toolchain.launches_of(kernel, problem, config)]
+        codes.setdefault(code_class(Candidate(problem, dataclasses.asdict(config))), set()).add(tuple(found))
+    assert {len(found) for found in codes.values()} == {1}
 
 
 def test_heavy_configs_are_compiled_neither_first_nor_last():

@@ -15,6 +15,8 @@ from peakattn.problem import AttentionProblem
 
 SCALARS = ("softmax_scale", "softcap")  # run-time numbers, by name, in every kernel; they follow the tensors
 
+Workspace = dict[str, tuple[tuple[int, ...], torch.dtype]]  # scratch memory of a kernel by name: shape and dtype
+
 
 class Bound:
     """A prepared launch: call it with tensors, or hand ``addresses`` what ``Tensor.data_ptr`` says of them."""
@@ -57,6 +59,36 @@ def run(launches: Sequence[Any], bind_all: Callable[..., Callable[..., None]]) -
     tensors = list({id(t): t for t in values if isinstance(t, torch.Tensor)}.values())
     numbers = [next((launch.args[name] for launch in launches if name in launch.args), 0.0) for name in SCALARS]
     bind_all(launches, tensors)(*tensors, *numbers)
+
+
+def prepare_with_scratch(
+    launches_in: Callable[[dict[str, torch.Tensor]], Sequence[Any]],
+    tensors: Sequence[torch.Tensor | None],
+    workspace: Workspace,
+    bind_all: Callable[..., Callable[..., None]],
+) -> Callable[..., None]:
+    """``call(*tensors, softmax_scale, softcap)`` of a kernel with scratch memory, which each call takes from torch's allocator.
+
+    ``launches_in(scratch)`` makes the launches on ``tensors`` and on memory as ``workspace`` describes it; ``bind_all`` is
+    the toolchain's ``bind``.
+    """
+    device = next(t.device for t in tensors if t is not None)
+    scratch = allocate(workspace, device)
+    made = launches_in(scratch)
+    if not made:
+        return lambda *args: None
+    bound = bind_all(made, (*tensors, *scratch.values()))
+
+    # The closure holds no tensor, so that a prepared launch keeps no memory alive.
+    def call(*args: torch.Tensor | float | None) -> None:
+        bound(*args[:-2], *allocate(workspace, device).values(), *args[-2:])
+
+    return call
+
+
+def allocate(workspace: Workspace, device: torch.device) -> dict[str, torch.Tensor]:
+    """Scratch memory by name, with nothing in it."""
+    return {name: torch.empty(shape, dtype=dtype, device=device) for name, (shape, dtype) in workspace.items()}
 
 
 def parameters(

@@ -122,9 +122,12 @@ class Rung:
 
     @property
     def source(self) -> str:
-        """The text of the file with the device function; a module that names another file for it is followed by that one."""
-        name = self.module if self.kernel_id is None else backends.KERNELS[self.kernel_id]
-        return _file(name).read_text(encoding="utf-8") + self._device_code
+        """The text of the rung's file, followed by that of the file with its device code where that is another one."""
+        if self.kernel_id is None:
+            return _file(self.module).read_text(encoding="utf-8") + self._device_code
+        file = _file(backends.KERNELS[self.kernel_id])
+        files = (file, file.with_name(f"device_{file.name}"), file.with_suffix(".cu"))
+        return "\n".join(one.read_text(encoding="utf-8") for one in files if one.is_file())
 
     @property
     def _device_code(self) -> str:

@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from peakattn import backends
+from peakattn.backends import tiles
+from peakattn.backends.binding import meta_tensors
 from peakattn.device import Device
 from peakattn.problem import AttentionProblem, Direction
 from peakattn_lab import problems
@@ -96,16 +98,15 @@ def _candidate(kernel_id: str, kernel: Any, problem: AttentionProblem, device: D
 def code_class(candidate: Candidate) -> tuple[Any, ...]:
     """Equal for problems of one config that compile to the same code.
 
-    Sizes are numbers of the launch. What compilers see of them is divisibility: whether a tile is cut, whether a number
-    or a count of blocks is 1 or a multiple of 16.
+    Sizes are numbers of the launch. What compilers see of them is whether a tile is cut, whether an edge of the mask cuts
+    any row, and whether a length or a stride is 1, a multiple of 16 or beyond 32 bits; not how many tiles and heads there are.
     """
     problem, config = candidate.problem, candidate.config
-    tiles = {value for name, value in config.items() if "block" in name and isinstance(value, int)}
-    seen: list[Any] = [problem.group]
-    for size in (problem.batch, problem.num_heads_q, problem.num_heads_kv, problem.seqlen_q, problem.seqlen_k):
-        seen.append(_of_an_integer(size))
-    for size, tile in itertools.product((problem.seqlen_q, problem.seqlen_k), sorted(tiles)):
-        seen += [size % tile == 0, _of_an_integer(-(-size // tile))]
+    blocks = sorted({value for name, value in config.items() if "block" in name and isinstance(value, int)})
+    strides = [stride for tensor in meta_tensors(problem) if tensor is not None for stride in tensor.stride()]
+    seen: list[Any] = [problem.group, *(edge is None for edge in tiles.edges(problem)), *map(_of_an_integer, strides)]
+    for size in (problem.seqlen_q, problem.seqlen_k):
+        seen += [_of_an_integer(size), *(size % block == 0 for block in blocks)]
     plain = dataclasses.replace(problem, seqlen_q=1, seqlen_k=1, batch=1, num_heads_q=1, num_heads_kv=1)
     return plain, json.dumps(config), tuple(seen)
 
@@ -116,5 +117,5 @@ def from_both_ends(classes: list[list[Candidate]]) -> list[list[Candidate]]:
     return classes[:1] + [rest[i // 2] if i % 2 == 0 else rest[-1 - i // 2] for i in range(len(rest))]
 
 
-def _of_an_integer(value: int) -> tuple[bool, bool]:
-    return value == 1, value % 16 == 0
+def _of_an_integer(value: int) -> tuple[bool, bool, bool]:
+    return value == 1, value % 16 == 0, value >= 1 << 31

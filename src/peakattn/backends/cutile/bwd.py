@@ -2,7 +2,7 @@
 
 Three tile functions:
 
-1. rows:   delta = rowsum(dout * out) - dlse and lse in base 2, negated, for every query row
+1. rows:   delta = rowsum(dout * out) - dlse and lse, in base 2 for 16-bit tensors, negated, for every query row
 2. dk, dv: one block per key block and kv head; K and V stay, the query heads of the group and their row blocks pass by
 3. dq:     one block per row block and query head; Q and dout stay, the key blocks pass by
 
@@ -21,6 +21,7 @@ meets a weight of 0, and 0 * NaN is NaN: a row block that ends with a NaN is com
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -28,7 +29,7 @@ from typing import Any
 
 import torch
 
-from peakattn.backends import tiles
+from peakattn.backends import binding, tiles
 from peakattn.backends.cutile import toolchain
 from peakattn.backends.cutile.common import (
     between,
@@ -95,11 +96,17 @@ def reject(problem: AttentionProblem, device: Device) -> str | None:
 
 
 def default_config(problem: AttentionProblem, device: Device) -> Config:
-    """Reasoned from registers and spills of the compiled code; unmeasured."""
+    """On sm_90 the fastest of a grid on an H200, see the notebook; elsewhere reasoned from registers and spills, unmeasured."""
     dim = max(padded(problem.head_dim), padded(problem.head_dim_v))
     if problem.dtype == torch.float32:
         return Config(32, 32, 32, 32) if dim <= 64 else Config(16, 16, 16, 16)
-    if device.arch in (90, 100, 103):
+    if device.arch == 90:
+        if dim <= 64:
+            return Config(128, 64, 64, 64, 2, 2)
+        if dim <= 128:
+            return Config(64, 64, 128, 64, 2, 1, dq_latency=0, dq_worker_warps=8)
+        return Config(64, 64, 64, 64, dq_latency=0, dkdv_worker_warps=8)
+    if device.arch in (100, 103):
         if dim <= 64:
             return Config(64, 64, 64, 64, 2, 2)
         return Config(64, 64, 64, 64) if dim <= 128 else Config(64, 64, 64, 32, dkdv_split=True)
@@ -110,17 +117,25 @@ def default_config(problem: AttentionProblem, device: Device) -> Config:
 
 def search_space(problem: AttentionProblem, device: Device) -> Iterable[Config]:
     """All pairs of a dk, dv shape and a dq shape. The two functions are independent: tune one, then the other."""
-    shapes = list(itertools.product((32, 64, 128), (32, 64, 128), (1, 2)))
+    # Eight worker warps share the rows that stay, where a block has an SM to itself.
+    shapes = list(itertools.product((32, 64, 128), (32, 64, 128), ((1, 0), (2, 0), (1, 8))))
     dims, dim = padded(problem.head_dim) + padded(problem.head_dim_v), padded(problem.head_dim)
     dkdv = [
         (*shape, split)
         for shape in shapes
         for split in ((False, True) if dims > 256 else (False,))
-        if _fits(problem, device, shape[1], shape[0], shape[2], dims // (2 if split else 1))
+        if _fits(problem, device, shape[1], shape[0], shape[2][0], dims // (2 if split else 1))
     ]
-    dq = [shape for shape in shapes if _fits(problem, device, *shape, dim)]
-    for (dkdv_m, dkdv_n, dkdv_occupancy, split), (dq_m, dq_n, dq_occupancy) in itertools.product(dkdv, dq):
-        yield Config(dkdv_m, dkdv_n, dq_m, dq_n, dkdv_occupancy, dq_occupancy, dkdv_split=split)
+    dq = [shape for shape in shapes if _fits(problem, device, shape[0], shape[1], shape[2][0], dim)]
+    for (dkdv_m, dkdv_n, (dkdv_occupancy, dkdv_warps), split), (dq_m, dq_n, (dq_occupancy, dq_warps)) in itertools.product(
+        dkdv, dq
+    ):
+        yield Config(
+            *(dkdv_m, dkdv_n, dq_m, dq_n, dkdv_occupancy, dq_occupancy),
+            dkdv_split=split,
+            dkdv_worker_warps=dkdv_warps,
+            dq_worker_warps=dq_warps,
+        )
 
 
 def _fits(problem: AttentionProblem, device: Device, resident: int, streamed: int, occupancy: int, columns: int) -> bool:
@@ -132,7 +147,7 @@ def _fits(problem: AttentionProblem, device: Device, resident: int, streamed: in
     return registers * occupancy <= 64 * 1024 and fits_shared
 
 
-def workspace(problem: AttentionProblem, config: Config) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+def workspace(problem: AttentionProblem, config: Config) -> binding.Workspace:
     """Scratch memory by name: shape and dtype."""
     shape = (problem.batch, problem.num_heads_q, -(-problem.seqlen_q // _ROW_UNIT) * _ROW_UNIT)
     return {"neg_delta": (shape, torch.float32), "neg_lse": (shape, torch.float32)}
@@ -175,7 +190,7 @@ def launches(
 ) -> list[TileLaunch]:
     """``scratch`` is memory as ``workspace`` describes it; it is allocated here when None."""
     if scratch is None:
-        scratch = _allocate(problem, config, q.device)
+        scratch = binding.allocate(workspace(problem, config), q.device)
     heads_q, heads_kv = problem.batch * problem.num_heads_q, problem.batch * problem.num_heads_kv
     block_d, block_dv = padded(problem.head_dim), padded(problem.head_dim_v)
     bounds, flags = mask_arguments(problem)
@@ -211,6 +226,7 @@ def launches(
         "BLOCK_M": block_m,
         "BLOCK_DV": block_dv,
         "HAS_DLSE": dlse is not None,
+        "ACCURATE": problem.dtype == torch.float32,
     }
     made.append(TileLaunch(_rows_code, heads_q * num_blocks, args, row_constexprs, {"opt_level": config.opt_level}))
 
@@ -279,17 +295,8 @@ def prepare(
 ) -> Callable[..., None]:
     """``call(*the same tensors, softmax_scale, softcap)``; each call takes its scratch memory from torch's allocator."""
     tensors = (q, k, v, out, lse, dout, dlse, dq, dk, dv)
-    device, scratch = q.device, _allocate(problem, config, q.device)
-    made = launches(problem, config, *tensors, 1.0, 0.0, scratch)
-    if not made:
-        return lambda *args: None
-    bound = toolchain.bind(made, (*tensors, *scratch.values()))
-
-    # The closure holds no tensor, so that a prepared launch keeps no memory alive.
-    def call(*args: torch.Tensor | float | None) -> None:
-        bound(*args[:-2], *_allocate(problem, config, device).values(), *args[-2:])
-
-    return call
+    made = functools.partial(launches, problem, config, *tensors, 1.0, 0.0)
+    return binding.prepare_with_scratch(made, tensors, workspace(problem, config), toolchain.bind)
 
 
 def launch(
@@ -314,7 +321,3 @@ def launch(
 
 def _rows_array(x: torch.Tensor, seqlen_q: int) -> Array:
     return Array(x, (0, 1, 2), (), seqlen_q)
-
-
-def _allocate(problem: AttentionProblem, config: Config, device: torch.device) -> dict[str, torch.Tensor]:
-    return {name: torch.empty(shape, dtype=dtype, device=device) for name, (shape, dtype) in workspace(problem, config).items()}

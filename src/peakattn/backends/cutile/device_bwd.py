@@ -10,8 +10,10 @@ from peakattn.backends.cutile.tile_ops import (
     LOG2E,
     any_nan,
     key_blocks,
+    load_part,
     load_rows,
     operand,
+    products_with_row,
     program_block,
     scales,
     tanh,
@@ -27,11 +29,18 @@ def load_row_numbers(array, batch, head, block, BLOCK, PADDING):
     return ct.load(array, index=(batch, head, block), shape=(1, 1, BLOCK), padding_mode=PADDING).reshape((1, BLOCK))
 
 
+def probability(difference, ACCURATE):
+    """exp of a score less the row's lse. In float32 the base changes after the subtraction, which rounds less."""
+    if ACCURATE:
+        difference = difference * LOG2E
+    return ct.exp2(difference, flush_to_zero=True)
+
+
 @ct.kernel
 def attention_bwd_rows_kernel(
-    out, dout, lse, dlse, neg_delta, neg_lse, num_heads_q, num_m_blocks, BLOCK_M, BLOCK_DV, HAS_DLSE
+    out, dout, lse, dlse, neg_delta, neg_lse, num_heads_q, num_m_blocks, BLOCK_M, BLOCK_DV, HAS_DLSE, ACCURATE
 ):  # fmt: skip
-    """-delta and -lse * log2(e), so that the other two functions add instead of subtract."""
+    """-delta and -lse, for 16-bit tensors in base 2, so that the other two functions add instead of subtract."""
     m_block, head = program_block(num_m_blocks, num_heads_q * out.shape[0], 1, False)
     batch = head // num_heads_q
     head_q = head % num_heads_q
@@ -40,7 +49,9 @@ def attention_bwd_rows_kernel(
     delta = ct.sum(o * do, 1, keepdims=True).reshape((1, BLOCK_M))
     if HAS_DLSE:
         delta = delta - load_row_numbers(dlse, batch, head_q, m_block, BLOCK_M, ct.PaddingMode.ZERO)
-    row_lse = load_row_numbers(lse, batch, head_q, m_block, BLOCK_M, ct.PaddingMode.ZERO) * LOG2E
+    row_lse = load_row_numbers(lse, batch, head_q, m_block, BLOCK_M, ct.PaddingMode.ZERO)
+    if not ACCURATE:
+        row_lse = row_lse * LOG2E
     # +inf makes p zero: rows without a visible key.
     row_lse = ct.where(ct.abs(row_lse) > LARGEST_LSE, math.inf, row_lse)
     ct.store(neg_lse, index=(batch, head_q, m_block), tile=(-row_lse).reshape((1, 1, BLOCK_M)))
@@ -78,7 +89,7 @@ def attention_bwd_dkdv_kernel(
     full_min = ct.minimum(full_min, m_block_max)
     full_max = ct.maximum(ct.minimum(full_max, m_block_max), full_min)
 
-    qk_scale, cap_scale = scales(softmax_scale, softcap, SOFTCAP)
+    qk_scale, cap_scale = scales(softmax_scale, softcap, SOFTCAP, ACCURATE)
     keys = n_offset + ct.arange(BLOCK_N, dtype=ct.int32)[:, None]
     columns = ct.arange(BLOCK_M, dtype=ct.int32)[None, :]
     k_tile = load_rows(k, batch, head_kv, n_block, BLOCK_N, BLOCK_D, True, 0)
@@ -108,7 +119,7 @@ def attention_bwd_dkdv_kernel(
                 if SOFTCAP:
                     t = tanh(s * cap_scale, ACCURATE)
                     s = softcap * t
-                p = ct.exp2(s * qk_scale + row_lse, flush_to_zero=True)
+                p = probability(s * qk_scale + row_lse, ACCURATE)
                 if PHASE != 1 and (HAS_LEFT or HAS_RIGHT):
                     rows = m_block * BLOCK_M + columns
                     known = seqlen_k
@@ -135,26 +146,34 @@ def attention_bwd_dkdv_kernel(
         ct.store(dv, index=(batch, head_kv, n_block, 0), tile=dv_acc.astype(dv.dtype).reshape((1, 1, BLOCK_N, BLOCK_DV)))
 
 
+def store_dq(dq, batch, head_q, m_block, part, acc, softmax_scale, BLOCK_M, BLOCK_PART):
+    acc = (acc * softmax_scale).astype(dq.dtype)
+    ct.store(dq, index=(batch, head_q, m_block, part), tile=acc.reshape((1, 1, BLOCK_M, BLOCK_PART)))
+
+
 def repair(
-    q_tile, dout_tile, k, v, batch, head_kv, rows, first_key, last_key, row_lse, row_delta, left, right,
-    qk_scale, cap_scale, softcap, BLOCK_M, BLOCK_D, BLOCK_DV, HAS_LEFT, HAS_RIGHT, SOFTCAP, ACCURATE,
+    q, k, v, dout, dq, batch, head_q, head_kv, m_block, rows, first_key, last_key, row_lse, row_delta, left, right,
+    softmax_scale, qk_scale, cap_scale, softcap, BLOCK_M, BLOCK_D, BLOCK_DV, HAS_LEFT, HAS_RIGHT, SOFTCAP, ACCURATE,
 ):  # fmt: skip
-    """The unscaled dq with masked keys selected away instead of multiplied by 0."""
-    acc = ct.zeros((BLOCK_M, BLOCK_D), dtype=ct.float32)
-    for key in range(first_key, last_key):
-        k_row = load_rows(k, batch, head_kv, key, 1, BLOCK_D, True, 0).astype(ct.float32)
-        v_row = load_rows(v, batch, head_kv, key, 1, BLOCK_DV, True, 0).astype(ct.float32)
-        s = ct.sum(q_tile.astype(ct.float32) * k_row, 1, keepdims=True)
-        dp = ct.sum(dout_tile.astype(ct.float32) * v_row, 1, keepdims=True)
-        if SOFTCAP:
-            t = tanh(s * cap_scale, ACCURATE)
-            s = softcap * t
-        ds = ct.exp2(s * qk_scale + row_lse, flush_to_zero=True) * (dp + row_delta)
-        if SOFTCAP:
-            ds = ds * (1.0 - t * t)
-        seen = visible(rows, key, last_key, left, right, HAS_LEFT, HAS_RIGHT)
-        acc = acc + ct.where(seen, ds * k_row, 0.0)
-    return acc
+    """Computes and stores dq with masked keys selected away instead of multiplied by 0.
+
+    It is slow, and takes few columns at a time, so that the loops over tiles need not spare registers for it.
+    """
+    PART = ct.static_eval(max(min(BLOCK_D, BLOCK_DV) // 2, 16))
+    for part in range(BLOCK_D // PART):
+        acc = ct.zeros((BLOCK_M, PART), dtype=ct.float32)
+        for key in range(first_key, last_key):
+            s = products_with_row(q, k, batch, head_q, head_kv, m_block, key, BLOCK_M, BLOCK_D, PART)
+            dp = products_with_row(dout, v, batch, head_q, head_kv, m_block, key, BLOCK_M, BLOCK_DV, PART)
+            if SOFTCAP:
+                t = tanh(s * cap_scale, ACCURATE)
+                s = softcap * t
+            ds = probability(s * qk_scale + row_lse, ACCURATE) * (dp + row_delta)
+            if SOFTCAP:
+                ds = ds * (1.0 - t * t)
+            seen = visible(rows, key, last_key, left, right, HAS_LEFT, HAS_RIGHT)
+            acc = acc + ct.where(seen, ds * load_part(k, batch, head_kv, key, part, 1, PART), 0.0)
+        store_dq(dq, batch, head_q, m_block, part, acc, softmax_scale, BLOCK_M, PART)
 
 
 @ct.kernel
@@ -174,7 +193,7 @@ def attention_bwd_dq_kernel(
     n_block_min, full_min, full_max, n_block_max = key_blocks(
         m_offset, seqlen_q, seqlen_k, left, right, BLOCK_M, BLOCK_N, HAS_LEFT, HAS_RIGHT
     )
-    qk_scale, cap_scale = scales(softmax_scale, softcap, SOFTCAP)
+    qk_scale, cap_scale = scales(softmax_scale, softcap, SOFTCAP, ACCURATE)
 
     rows = m_offset + ct.arange(BLOCK_M, dtype=ct.int32)[:, None]
     columns = ct.arange(BLOCK_N, dtype=ct.int32)[None, :]
@@ -198,7 +217,7 @@ def attention_bwd_dq_kernel(
                 if SOFTCAP:
                     t = tanh(s * cap_scale, ACCURATE)
                     s = softcap * t
-                ds = ct.exp2(s * qk_scale + row_lse, flush_to_zero=True) * (dp + row_delta)
+                ds = probability(s * qk_scale + row_lse, ACCURATE) * (dp + row_delta)
                 if SOFTCAP:
                     ds = ds * (1.0 - t * t)
                 if PHASE != 1:
@@ -207,13 +226,15 @@ def attention_bwd_dq_kernel(
                     ds = ct.where(seen, ds, 0.0)
                 acc = ct.mma(operand(ds.astype(k.dtype), TF32), operand(k_tile, TF32), acc)
 
-    if HAS_LEFT or HAS_RIGHT:  # noqa: SIM102
+    if HAS_LEFT or HAS_RIGHT:
         if any_nan(acc):
-            acc = repair(
-                q_tile, dout_tile, k, v, batch, head_kv, rows,
+            repair(
+                q, k, v, dout, dq, batch, head_q, head_kv, m_block, rows,
                 n_block_min * BLOCK_N, ct.minimum(n_block_max * BLOCK_N, seqlen_k), row_lse, row_delta,
-                left, right, qk_scale, cap_scale, softcap,
+                left, right, softmax_scale, qk_scale, cap_scale, softcap,
                 BLOCK_M, BLOCK_D, BLOCK_DV, HAS_LEFT, HAS_RIGHT, SOFTCAP, ACCURATE,
             )  # fmt: skip
-    acc = (acc * softmax_scale).astype(dq.dtype)
-    ct.store(dq, index=(batch, head_q, m_block, 0), tile=acc.reshape((1, 1, BLOCK_M, BLOCK_D)))
+        else:
+            store_dq(dq, batch, head_q, m_block, 0, acc, softmax_scale, BLOCK_M, BLOCK_D)
+    else:
+        store_dq(dq, batch, head_q, m_block, 0, acc, softmax_scale, BLOCK_M, BLOCK_D)

@@ -11,8 +11,10 @@ from peakattn.backends.cutile.tile_ops import (
     any_nan,
     key_blocks,
     load_columns,
+    load_part,
     load_rows,
     operand,
+    products_with_row,
     program_block,
     scales,
     tanh,
@@ -45,14 +47,6 @@ def softmax(s, m_i, shift_i, l_i, qk_scale, power_scale, MASK):
     return p, m_new, shift, l_i * alpha + ct.sum(p, 1, keepdims=True), alpha
 
 
-def load_part(array, batch, head, block, part, BLOCK, BLOCK_PART):
-    """``BLOCK_PART`` columns of some rows, in float32: [BLOCK, BLOCK_PART]."""
-    return ct.load(
-        array, index=(batch, head, block, part), shape=(1, 1, BLOCK, BLOCK_PART), padding_mode=ct.PaddingMode.ZERO,
-        allow_tma=False,
-    ).reshape((BLOCK, BLOCK_PART)).astype(ct.float32)  # fmt: skip
-
-
 def repair(
     q, k, v, out, batch, head_q, head_kv, m_block, rows, first_key, last_key, m_i, shift_i, total, left, right,
     qk_scale, power_scale, cap_scale, softcap, BLOCK_M, BLOCK_D, BLOCK_DV, HAS_LEFT, HAS_RIGHT, SOFTCAP, ACCURATE,
@@ -66,10 +60,7 @@ def repair(
     for part in range(BLOCK_DV // PART):
         acc = ct.zeros((BLOCK_M, PART), dtype=ct.float32)
         for key in range(first_key, last_key):
-            s = ct.zeros((BLOCK_M, 1), dtype=ct.float32)
-            for i in range(BLOCK_D // PART):
-                q_part = load_part(q, batch, head_q, m_block, i, BLOCK_M, PART)
-                s = s + ct.sum(q_part * load_part(k, batch, head_kv, key, i, 1, PART), 1, keepdims=True)
+            s = products_with_row(q, k, batch, head_q, head_kv, m_block, key, BLOCK_M, BLOCK_D, PART)
             if SOFTCAP:
                 s = softcap * tanh(s * cap_scale, ACCURATE)
             p = ct.exp2(s * row_scale - shift_i, flush_to_zero=True)
@@ -99,7 +90,7 @@ def attention_fwd_kernel(
     n_block_min, full_min, full_max, n_block_max = key_blocks(
         m_offset, seqlen_q, seqlen_k, left, right, BLOCK_M, BLOCK_N, HAS_LEFT, HAS_RIGHT
     )
-    qk_scale, cap_scale = scales(softmax_scale, softcap, SOFTCAP)
+    qk_scale, cap_scale = scales(softmax_scale, softcap, SOFTCAP, False)
     power_scale = ct.bitcast((ct.bitcast(qk_scale, ct.int32) & 0x7F800000) + 0x00800000, ct.float32)
 
     rows = m_offset + ct.arange(BLOCK_M, dtype=ct.int32)[:, None]

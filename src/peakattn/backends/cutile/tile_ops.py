@@ -57,14 +57,15 @@ def visible(rows, keys, seqlen_k, left, right, HAS_LEFT, HAS_RIGHT):
     return seen
 
 
-def scales(softmax_scale, softcap, SOFTCAP):
-    """What makes base-2 exponents of scores, and what the scores are multiplied by before tanh.
+def scales(softmax_scale, softcap, SOFTCAP, NATURAL):
+    """What makes exponents of scores, in base 2 or natural, and what the scores are multiplied by before tanh.
 
     Capped scores have the user's scale inside them already.
     """
+    base = ct.static_eval(1.0 if NATURAL else LOG2E)
     if SOFTCAP:
-        return ct.full((), LOG2E, dtype=ct.float32), softmax_scale / softcap
-    return softmax_scale * LOG2E, softmax_scale
+        return ct.full((), base, dtype=ct.float32), softmax_scale / softcap
+    return softmax_scale * base, softmax_scale
 
 
 def tanh(x, ACCURATE):
@@ -108,6 +109,23 @@ def load_columns(array, batch, head, block, BLOCK, BLOCK_DIM, CHECK, LATENCY):
         check_bounds=CHECK,
         latency=ct.static_eval(LATENCY or None),
     ).reshape((BLOCK_DIM, BLOCK))
+
+
+def load_part(array, batch, head, block, part, BLOCK, BLOCK_PART):
+    """``BLOCK_PART`` columns of some rows, in float32 and without TMA: [BLOCK, BLOCK_PART]."""
+    return ct.load(
+        array, index=(batch, head, block, part), shape=(1, 1, BLOCK, BLOCK_PART), padding_mode=ct.PaddingMode.ZERO,
+        allow_tma=False,
+    ).reshape((BLOCK, BLOCK_PART)).astype(ct.float32)  # fmt: skip
+
+
+def products_with_row(x, y, batch, head_x, head_y, block, row, BLOCK, BLOCK_DIM, PART):
+    """Products of a block of x's rows with one row of y, ``PART`` columns at a time: [BLOCK, 1]."""
+    products = ct.zeros((BLOCK, 1), dtype=ct.float32)
+    for i in range(BLOCK_DIM // PART):
+        x_part = load_part(x, batch, head_x, block, i, BLOCK, PART)
+        products = products + ct.sum(x_part * load_part(y, batch, head_y, row, i, 1, PART), 1, keepdims=True)
+    return products
 
 
 def any_nan(tile):

@@ -16,6 +16,19 @@ from peakattn.problem import AttentionProblem, is_aligned
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 
+# Numbers that lay out programs and bound loops.  Code that knows one to be 1 or a multiple of 16 is no faster, and more code.
+LAYOUT_NUMBERS = (
+    "num_heads",
+    "num_heads_q",
+    "num_heads_kv",
+    "num_m_blocks",
+    "num_n_blocks",
+    "section",
+    "offset",
+    "window_left",
+    "window_right",
+)
+
 # Of 255 registers a thread keeps about 40 for addresses, row statistics and copies.  Code that wants a few more spills
 # a little, and may be the fastest all the same.
 REGISTERS_FOR_TILES = 230

@@ -105,12 +105,13 @@ def compile_launch(launch: KernelLaunch, arch: int) -> Any:
     signature: dict[str, str] = {}
     constants: dict[tuple[int, ...], Any] = {}
     hints: dict[tuple[int, ...], str] = {}
-    for index, name in enumerate(launch.fn.arg_names):
+    for index, param in enumerate(launch.fn.params):
+        name = param.name
         if name in launch.constexprs:
             signature[name], constants[(index,)] = "constexpr", launch.constexprs[name]
             continue
         value = launch.args[name]
-        kind, hint = native_specialize_impl(type(backend), _descriptor(value), False, True, True)
+        kind, hint = native_specialize_impl(type(backend), _descriptor(value), False, not param.do_not_specialize, True)
         signature[name] = kind
         if kind == "constexpr":
             constants[(index,)] = value
