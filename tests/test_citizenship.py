@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import checkpoint
 
 import peakattn
@@ -133,6 +134,28 @@ def test_an_error_under_compile_is_the_same_sentence() -> None:
     compiled = torch.compile(peakattn.attention, fullgraph=True, backend="eager")
     with pytest.raises(Exception, match="window_size left is -7; allowed are 0 and up"):
         compiled(q, k, v, window_size=(-7, 0))
+
+
+@pytest.mark.parametrize("mode", ["real", "fake", "symbolic"])
+def test_make_fx_sees_the_op_also_when_a_plan_is_ready(mode: str) -> None:
+    tensors = small()
+    for _ in range(2):
+        peakattn.attention(*tensors)
+    graph = make_fx(lambda q, k, v: peakattn.attention(q, k, v), tracing_mode=mode)(*tensors).graph
+    assert torch.ops.peakattn.attention_fwd.default in [node.target for node in graph.nodes]
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_export_of_a_module(strict: bool) -> None:
+    class Block(torch.nn.Module):
+        def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+            return peakattn.attention(q, k, v, causal=True)
+
+    tensors = small()
+    want = Block()(*tensors)
+    exported = torch.export.export(Block(), tuple(tensors), strict=strict)
+    assert torch.ops.peakattn.attention_fwd.default in [node.target for node in exported.graph.nodes]
+    assert torch.equal(exported.module()(*tensors), want)
 
 
 def test_export_of_meta_tensors() -> None:

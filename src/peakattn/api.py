@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any, Literal, overload
 
 import torch
-from torch.compiler import is_compiling
+from torch.compiler import is_dynamo_compiling
 
 from peakattn import dispatch, ops
 from peakattn.device import Device
@@ -24,11 +24,13 @@ except ImportError:
 
 _PLAIN = frozenset((torch.Tensor, torch.nn.Parameter))
 
+_active_modes = torch._C._len_torch_dispatch_stack
+
 _MAX_RECENT = 4
 
 _plans: dict[Any, ForwardPlan] = {}
 # Options -> the last few plans under them, each with a check that sees types, dtypes, devices, sizes, strides,
-# requires_grad and every active mode of three tensors in one call; reading all that from Python costs six times as much.
+# requires_grad and dispatch keys of three tensors in one call; reading all that from Python costs six times as much.
 _recent: dict[Any, tuple[tuple[Callable[..., bool], ForwardPlan], ...]] = {}
 
 
@@ -112,7 +114,7 @@ def attention(
 
     The algorithm is FlashAttention-2 (Dao, arXiv:2307.08691): online softmax over tiles of keys, O(seqlen) memory.
     """
-    if is_compiling():
+    if is_dynamo_compiling():
         return _traceable(q, k, v, causal, window_size, softmax_scale, softcap, alignment, return_lse, backend, config)
     options = (causal, window_size, alignment, softcap is None, return_lse, backend, config)
     plan = None
@@ -123,7 +125,7 @@ def attention(
                 break
     except TypeError:  # an unhashable option, such as a config given as a dict
         pass
-    if plan is None or (plan.needs_grad and not torch.is_grad_enabled()):
+    if plan is None or (plan.needs_grad and not torch.is_grad_enabled()) or _active_modes():
         return _unprepared(
             options, q, k, v, causal, window_size, softmax_scale, softcap, alignment, return_lse, backend, config
         )
@@ -206,7 +208,7 @@ def _unprepared(
         or type(k) not in _PLAIN
         or type(v) not in _PLAIN
         or q.is_meta
-        or torch._C._len_torch_dispatch_stack()
+        or _active_modes()
         or torch._C._are_functorch_transforms_active()
         or torch._C._is_any_autocast_enabled()
     ):
