@@ -144,6 +144,15 @@ def test_out_has_the_memory_order_of_q(target: Target, layout: str, head_dim_v: 
     assert (out if layout == "bshd" else out.transpose(1, 2)).is_contiguous()
 
 
+@pytest.mark.parametrize(("batch", "seqlen_q", "num_heads"), [(1, 1, 1), (2, 1, 3), (1, 5, 1), (3, 1, 1), (1, 1, 4), (2, 5, 3)])
+def test_lse_is_contiguous_whichever_sizes_are_one(target: Target, batch: int, seqlen_q: int, num_heads: int) -> None:
+    case = Case("lse", "", seqlen_q, 12, num_heads, num_heads, 32, 32, batch=batch)
+    q, k, v = case.inputs(target.dtype, target.device)
+    _, lse = target.attention(q, k, v, return_lse=True)
+    assert lse.shape == (batch, num_heads, seqlen_q)
+    assert lse.is_contiguous()
+
+
 def test_lse_is_the_natural_logarithm(target: Target) -> None:
     """PT#181645: one backend's base 2 is off by ln 2."""
     q, k, v = BY_NAME["full"].inputs(target.dtype, target.device)

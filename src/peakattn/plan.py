@@ -82,7 +82,7 @@ class ForwardPlan:
         self.scale = 1.0 / math.sqrt(problem.head_dim)
         self.low_bits = 15 if problem.aligned else 0
         self._like = problem.head_dim_v == problem.head_dim
-        # One element that looks like an lse: empty_like of it costs a third of empty with a shape.
+        # One element that looks like an lse: empty_like of it is contiguous, and costs a third of empty with a shape.
         self._lse_like = (
             torch.empty((1, 1, 1), dtype=torch.float32, device=q.device).expand(
                 problem.batch, problem.num_heads_q, problem.seqlen_q
@@ -112,7 +112,7 @@ class ForwardPlan:
         out = torch.empty_like(q) if self._like else new_out(q, self.problem.head_dim_v)
         lse = None
         if self._lse_like is not None:
-            lse = torch.empty_like(self._lse_like, memory_format=torch.contiguous_format)
+            lse = torch.empty_like(self._lse_like)
         if self.addresses is not None:
             lse_address = 0 if lse is None else lse.data_ptr()
             self.addresses((q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), lse_address, softmax_scale, softcap))
