@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -137,7 +137,7 @@ def test_an_error_under_compile_is_the_same_sentence() -> None:
 
 
 @pytest.mark.parametrize("mode", ["real", "fake", "symbolic"])
-def test_make_fx_sees_the_op_also_when_a_plan_is_ready(mode: str) -> None:
+def test_make_fx_sees_the_op_also_when_a_plan_is_ready(mode: Literal["real", "fake", "symbolic"]) -> None:
     tensors = small()
     for _ in range(2):
         peakattn.attention(*tensors)

@@ -106,6 +106,8 @@ def test_the_sources_of_a_kernel_are_its_module_its_device_code_and_no_other_ker
     codecache.sources.__wrapped__("peakattn.backends.cute.fwd_sm80", toolchain.__name__)
     assert {"fwd_sm80.py", "device_fwd_sm80.py", "toolchain.py"} <= set(read)
     assert not [name for name in read if "sm90" in name or name == "fwd.py"]
+    codecache.sources.__wrapped__("peakattn.backends.cute.fwd_sm90", toolchain.__name__)
+    assert {"device_fwd_sm90.py", "device_hopper_ops.py", "device_output_sm90.py", "device_softmax_sm90.py"} <= set(read)
 
 
 @pytest.mark.parametrize(

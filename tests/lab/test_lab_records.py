@@ -115,11 +115,18 @@ def test_the_hash_covers_the_kernel_and_what_it_imports_from_its_backend():
     assert records.kernel_hash("gone.fwd") is None
 
 
-def test_comments_and_blank_lines_do_not_change_the_hash(tmp_path, monkeypatch):
-    source = tmp_path / "fwd.py"
+@pytest.mark.parametrize(
+    ("name", "texts"),
+    [
+        ("fwd.py", ("a = 1\nb = 2\n", "a = 1\n\n# why\nb = 2  \n", "a = 1\nb = 3\n")),
+        ("fwd.cu", ("#pragma unroll 2\nf();\n", "\n// why\n#pragma unroll 2\nf();  \n", "#pragma unroll 4\nf();\n")),
+    ],
+)
+def test_comments_and_blank_lines_do_not_change_the_hash(name, texts, tmp_path, monkeypatch):
+    source = tmp_path / name
     monkeypatch.setattr(sources, "kernel_sources", lambda kernel_id: {source})
     hashes = []
-    for text in ("a = 1\nb = 2\n", "a = 1\n\n# why\nb = 2  \n", "a = 1\nb = 3\n"):
+    for text in texts:
         source.write_text(text)
         records.kernel_hash.cache_clear()
         hashes.append(records.kernel_hash("cpu.fwd"))

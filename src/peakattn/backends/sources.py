@@ -14,15 +14,16 @@ from peakattn.backends import KERNELS
 def kernel_hash(kernel_id: str) -> str | None:
     """A hash of the files of ``kernel_sources``; None for a kernel that is gone.
 
-    Blank lines and comment lines do not count.
+    Blank lines and comment lines do not count; in CUDA a line that starts with # is one of the preprocessor, and counts.
     """
     if kernel_id not in KERNELS:
         return None
     digest = hashlib.sha256()
     for path in sorted(kernel_sources(kernel_id)):
         digest.update(path.name.encode())
+        comment = "#" if path.suffix == ".py" else "//"
         lines = path.read_text(encoding="utf-8").splitlines()
-        digest.update("\n".join(s.rstrip() for s in lines if s.strip() and not s.lstrip().startswith("#")).encode())
+        digest.update("\n".join(s.rstrip() for s in lines if s.strip() and not s.lstrip().startswith(comment)).encode())
     return digest.hexdigest()[:16]
 
 

@@ -5,13 +5,11 @@
 // line: ELEMENT (Half or BFloat), HEAD_DIM, HEAD_DIM_V, BLOCK_M, BLOCK_N, NUM_WARPS, NUM_STAGES, OCCUPANCY,
 // and as 0 or 1: Q_IN_REGISTERS, STALE_ORIGIN, SWIZZLE, HAS_LEFT, HAS_RIGHT (limits of the window), SOFTCAP, STORE_LSE.
 
+#include "attention_ops.cuh"
 #include "tile_ops.cuh"
-
-using Element = ELEMENT;
 
 constexpr int NUM_THREADS = WARP * NUM_WARPS;
 constexpr int DIM = (HEAD_DIM + 15) / 16 * 16;  // columns of tiles: whole steps of the products
-constexpr int DIM_V = (HEAD_DIM_V + 15) / 16 * 16;
 constexpr int WARP_M = BLOCK_M / NUM_WARPS;
 constexpr int M_TILES = WARP_M / 16;
 constexpr int N_TILES = BLOCK_N / 8;
@@ -27,34 +25,21 @@ constexpr int V_AT = K_AT + NUM_STAGES * TileK::BYTES;
 // What a row's sum may be with a stale origin: far from overflow, whatever V is multiplied by within reason.
 constexpr float LARGEST_SUM = 1.8446744073709552e19f;  // 2^64
 
-// Base-2 scores beyond this are rounded by more than half, so that exp2(score - max) could miss 1 by any factor.
-constexpr float EXACT = 16777216.0f;
-
 extern __shared__ __align__(128) char smem[];
 
-// The scale that turns a score into a base-2 exponent.  exp2(s * scale - max * scale) is one FMA whose second product was
-// rounded; that cancels in the quotient unless it is so large that exp2 of it overflows.  Rows with such scores use the
-// power of two above the scale, with which the product is exact: their scores differ by more than rounding or not at all.
-struct Scales {
-    float qk, power, cap, softcap;
+// The mask with rows counted from the first of the block, which is query m_offset.
+struct BlockMask : Mask {
+    int m_offset;
 
-    INLINE float of_row(float m) const { return fabsf(m) * qk >= EXACT ? power : qk; }
-    INLINE float capped(float s) const { return SOFTCAP ? softcap * tanh_by_exp2(s * cap) : s; }
-};
-
-// The keys that row `row` of the block sees: those of [first(row), last(row)).  Query i sees i - left up to i + right.
-struct Mask {
-    int m_offset, seqlen_k, left, right;
-
-    INLINE int first(int row) const { return HAS_LEFT ? max(m_offset + row - left, 0) : 0; }
-    INLINE int last(int row) const { return HAS_RIGHT ? min(m_offset + row + right + 1, seqlen_k) : seqlen_k; }
+    INLINE int first(int row) const { return Mask::first(m_offset + row); }
+    INLINE int last(int row) const { return Mask::last(m_offset + row); }
 };
 
 // Key blocks of a row block, min <= full_min <= full_max <= max; from full_min to full_max every row sees every key.
 struct KeyBlocks {
     int min_, full_min, full_max, max_;
 
-    INLINE KeyBlocks(const Mask &mask, int num_rows) {
+    INLINE KeyBlocks(const BlockMask &mask, int num_rows) {
         int start = 0, full_start = 0, end = mask.seqlen_k, full_end = mask.seqlen_k;
         if (HAS_RIGHT) {
             end = max(mask.last(num_rows - 1), 0);
@@ -69,16 +54,6 @@ struct KeyBlocks {
         full_min = min((full_start + BLOCK_N - 1) / BLOCK_N, max_);
         full_max = max(min(full_end / BLOCK_N, max_), full_min);
     }
-};
-
-// One head of a tensor.
-struct Head {
-    const Element *data;
-    i64 stride;
-
-    INLINE Head(const Element *tensor, int batch, int head, i64 stride_b, i64 stride_s, i64 stride_h)
-        : data(tensor + (batch * stride_b + head * stride_h)), stride(stride_s) {}
-    INLINE const Element *row(int i) const { return data + i * stride; }
 };
 
 // What a lane keeps of its rows: in each 16-row tile row g (half 0) and row g + 8 (half 1), g = lane / 4.
@@ -168,7 +143,7 @@ INLINE float weights(float (&s)[N_TILES][4], int half, float scale, float origin
 
 // Turns scores into weights, and brings maximum, sum and accumulator up to them.
 template <bool MASKED>
-INLINE void softmax(Scores &s, Rows &rows, const Scales &scales, const Mask &mask, int first_row, int n_offset) {
+INLINE void softmax(Scores &s, Rows &rows, const Scales &scales, const BlockMask &mask, int first_row, int n_offset) {
     const int column = threadIdx.x % 4 * 2;
 #pragma unroll
     for (int i = 0; i < M_TILES; ++i)
@@ -187,8 +162,7 @@ INLINE void softmax(Scores &s, Rows &rows, const Scales &scales, const Mask &mas
                     m = fmaxf(m, x);
                 }
             m = row_max(m);
-            const float scale = scales.of_row(m);
-            const float shift = __fmul_rn(m, scale);  // rounded: no FMA may take it in
+            const float scale = scales.of_row(m), shift = scales.shift_of_row(m);
             const float origin = MASKED && m == -INF ? 0.0f : shift;
             const float alpha = exp2_approx(rows.shift[i][half] - origin);
             rows.l[i][half] = rows.l[i][half] * alpha + weights(s[i], half, scale, origin);
@@ -234,36 +208,6 @@ INLINE bool outgrown(const Rows &rows, const Scales &scales) {
     return found;
 }
 
-// Computes a row again from its visible keys alone, 32 keys at a time for the weights and lanes along the columns for the
-// output.  A masked weight is 0, and 0 * NaN is NaN: V may hold anything where it is masked, and brings us here.
-INLINE void repair_row(int row, float m, float total, const Scales &scales, const Mask &mask, const Element *q, const Head &k,
-                       const Head &v) {
-    const int lane = threadIdx.x % WARP, last = mask.last(row);
-    const float scale = scales.of_row(m);
-    float columns[(DIM_V + WARP - 1) / WARP] = {};
-    for (int begin = mask.first(row); begin < last; begin += WARP) {
-        const Element *key = k.row(min(begin + lane, last - 1));
-        float s = 0.0f;
-#pragma unroll 1
-        for (int d = 0; d < HEAD_DIM; ++d) s += q[d].value() * key[d].value();
-        const float p = exp2_approx(__fmaf_rn(scales.capped(s), scale, -__fmul_rn(m, scale)));
-#pragma unroll 1
-        for (int i = 0; i < min(last - begin, WARP); ++i) {
-            const float weight = __shfl_sync(ALL_LANES, p, i);
-            const Element *value = v.row(begin + i);
-#pragma unroll
-            for (int c = 0; c < DIM_V; c += WARP)
-                if (c + lane < HEAD_DIM_V) columns[c / WARP] += weight * value[c + lane].value();
-        }
-    }
-#pragma unroll
-    for (int c = 0; c < DIM_V; c += WARP)
-        if (c + lane < HEAD_DIM_V) {
-            const u32 at = TileO::offset(row, (c + lane) / VECTOR) + (c + lane) % VECTOR * 2;
-            *reinterpret_cast<u16 *>(smem + at) = static_cast<u16>(Element::pack(columns[c / WARP] / total, 0.0f));
-        }
-}
-
 extern "C" __global__ void __launch_bounds__(NUM_THREADS, OCCUPANCY)
     attention_fwd_kernel(const Element *q, const Element *k, const Element *v, Element *out, float *lse, float softmax_scale,
                          float softcap, i64 stride_qb, i64 stride_qs, i64 stride_qh, i64 stride_kb, i64 stride_ks,
@@ -288,10 +232,8 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, OCCUPANCY)
     const TileK::Place keys = TileK::place_of_b(sK, lane);
     const TileV::Place values = TileV::place_of_b_trans(sV, lane);
 
-    // Capped scores have the user's scale inside them already.
-    const float qk_scale = SOFTCAP ? LOG2E : softmax_scale * LOG2E;
-    const Scales scales = {qk_scale, next_power_of_two(qk_scale), SOFTCAP ? softmax_scale / softcap : 0.0f, softcap};
-    const Mask mask = {m_offset, seqlen_k, left, right};
+    const Scales scales(softmax_scale, softcap);
+    const BlockMask mask = {{seqlen_k, left, right}, m_offset};
     const KeyBlocks blocks(mask, num_rows);
     Rows rows;
 
@@ -392,7 +334,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, OCCUPANCY)
                 *reinterpret_cast<u32 *>(smem + TileO::offset(row, n) + lane % 4 * 4) = Element::pack(x[0], x[1]);
             }
             if (STORE_LSE && lane % 4 == 0 && row < num_rows)
-                lse[static_cast<i64>(head) * seqlen_q + m_offset + row] = (rows.m[i][half] * qk_scale + log2f(sum)) * LN2;
+                lse[static_cast<i64>(head) * seqlen_q + m_offset + row] = (rows.m[i][half] * scales.qk + log2f(sum)) * LN2;
         }
     __syncwarp();
     if (HAS_LEFT || HAS_RIGHT) {
@@ -410,7 +352,12 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, OCCUPANCY)
                     if ((bad >> quad & 15) == 0 || row >= num_rows) continue;
                     const float m = __shfl_sync(ALL_LANES, rows.m[i][half], quad);
                     const float sum = __shfl_sync(ALL_LANES, total[i][half], quad);
-                    repair_row(row, m, sum, scales, mask, gQ.row(m_offset + row), gK, gV);
+                    const int last = mask.last(row);
+                    const float scale = scales.of_row(m);
+                    auto weight = [&](float s) {
+                        return exp2_approx(__fmaf_rn(scales.capped(s), scale, -scales.shift_of_row(m)));
+                    };
+                    repair_row<TileO>(smem, 0, row, lane, mask.first(row), last, weight, sum, gQ.row(m_offset + row), gK, gV);
                 }
             }
         __syncwarp();

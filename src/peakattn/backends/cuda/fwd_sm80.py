@@ -6,7 +6,8 @@ in registers where ``q_in_registers`` says so, and is else read again for each t
 ``num_stages`` tiles, filled by cp.async and read by ldmatrix, with rows swizzled or padded so that no bank is met twice.
 P goes from the first product into the second without leaving its registers.  The key tiles come in three loops: those the
 left edge of a window cuts, those every row sees whole, with no mask code, and those the right edge or the end of the keys
-cuts.  ``fwd_sm80.cu`` has the device code and ``tile_ops.cuh`` what it is written with.
+cuts.  ``fwd_sm80.cu`` has the device code, ``attention_ops.cuh`` what it shares with ``fwd_sm90.cu``, and ``tile_ops.cuh`` the
+instructions that it is written with.
 
 ``stale_origin`` leaves the maximum out of the tiles that no edge cuts.  Softmax does not depend on what is subtracted, as
 long as nothing overflows: a row takes its origin from its first whole tile and keeps it, so that later tiles have no

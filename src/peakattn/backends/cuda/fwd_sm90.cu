@@ -7,19 +7,17 @@
 // SEPARATE_OUT, KEEP_ORIGIN, RAGGED (the last key tile is not full), HAS_LEFT, HAS_RIGHT (limits of the window), SOFTCAP,
 // STORE_LSE.
 
+#include "attention_ops.cuh"
 #include "hopper_ops.cuh"
 
 #define SINGLE 0
 #define STATIC 1
 #define DYNAMIC 2
 
-using Element = ELEMENT;
-
 constexpr int ROWS = 64;  // of queries a consumer has: the rows of one wgmma
 constexpr int BLOCK_M = ROWS * NUM_CONSUMERS;
 constexpr int NUM_THREADS = WARPGROUP * (NUM_CONSUMERS + 1);
 constexpr int K_STEPS = (HEAD_DIM + 15) / 16;          // of Q K^T
-constexpr int DIM_V = (HEAD_DIM_V + 15) / 16 * 16;     // columns of P V
 constexpr int N_TILES = BLOCK_N / 8, V_TILES = DIM_V / 8;
 
 using TileQ = Boxes<ROWS, HEAD_DIM>;
@@ -43,34 +41,12 @@ constexpr int NUM_BARRIERS = OUT_EMPTY + 1;
 constexpr int NEXT_AT = BARRIERS_AT + 8 * NUM_BARRIERS;  // the numbers themselves
 constexpr int ALL_CONSUMERS = 1, OWN_CONSUMER = 2;       // of bar.sync; one for each consumer from there
 
-// Base-2 scores beyond this are rounded by more than half, so that exp2(score - max) could miss 1 by any factor.
-constexpr float EXACT = 16777216.0f;
 // What a thread's part of a row's sum may reach before the row gets a new origin; a weight in float16 stays below 65504.
 constexpr float sum_limit(Half) { return 16384.0f; }
 constexpr float sum_limit(BFloat) { return 1048576.0f; }
 constexpr float SUM_LIMIT = sum_limit(Element{});
 
 extern __shared__ __align__(1024) char smem[];
-
-// The scale that turns a score into a base-2 exponent.  exp2(s * scale - max * scale) is one FMA whose second product was
-// rounded; that cancels in the quotient unless it is so large that exp2 of it overflows.  Rows with such scores use the
-// power of two above the scale, with which the product is exact: their scores differ by more than rounding or not at all.
-struct Scales {
-    float qk, power, cap, softcap;
-
-    INLINE bool is_far(float m) const { return fabsf(m) * qk >= EXACT; }
-    INLINE float of_row(float m) const { return is_far(m) ? power : qk; }
-    INLINE float shift_of_row(float m) const { return __fmul_rn(m, of_row(m)); }  // rounded: no FMA may take it in
-    INLINE float capped(float s) const { return SOFTCAP ? softcap * tanh_by_exp2(s * cap) : s; }
-};
-
-// The keys that a query row sees: those of [first(row), last(row)).  Query i sees i - left up to i + right.
-struct Mask {
-    int seqlen_k, left, right;
-
-    INLINE int first(int row) const { return HAS_LEFT ? max(row - left, 0) : 0; }
-    INLINE int last(int row) const { return HAS_RIGHT ? min(row + right + 1, seqlen_k) : seqlen_k; }
-};
 
 // Key tiles from which rows [row, row + count) see some key: [first, end).
 struct KeyTiles {
@@ -80,16 +56,6 @@ struct KeyTiles {
         end = (max(mask.last(row + count - 1), 0) + BLOCK_N - 1) / BLOCK_N;
         first = min(mask.first(row) / BLOCK_N, end);
     }
-};
-
-// One head of a tensor in global memory, for the rare row that is computed again.
-struct Rows {
-    const Element *data;
-    i64 stride;
-
-    INLINE Rows(const Element *tensor, int batch, int head, i64 stride_b, i64 stride_s, i64 stride_h)
-        : data(tensor + (batch * stride_b + head * stride_h)), stride(stride_s) {}
-    INLINE const Element *row(int i) const { return data + i * stride; }
 };
 
 // What the tiles of a launch have in common.
@@ -454,39 +420,9 @@ struct Consumer {
         end_pv();
     }
 
-    // Computes a row again from its visible keys alone, 32 keys at a time for the weights and lanes along the columns for the
-    // output.  A masked weight is 0, and 0 * NaN is NaN: V may hold anything where it is masked, and brings us here.
-    INLINE void repair_row(int row, u32 out, int local, float top, float total, const Element *q, const Rows &keys,
-                           const Rows &values) {
-        const int last = mask.last(row);
-        const float scale = scales.of_row(top), shift = scales.shift_of_row(top);
-        float columns[(DIM_V + WARP - 1) / WARP] = {};
-        for (int begin = mask.first(row); begin < last; begin += WARP) {
-            const Element *key = keys.row(min(begin + lane, last - 1));
-            float score = 0.0f;
-#pragma unroll 1
-            for (int d = 0; d < HEAD_DIM; ++d) score += q[d].value() * key[d].value();
-            const float weight = exp2_approx(__fmaf_rn(scales.capped(score), scale, -shift));
-#pragma unroll 1
-            for (int i = 0; i < min(last - begin, WARP); ++i) {
-                const float w = __shfl_sync(ALL_LANES, weight, i);
-                const Element *value = values.row(begin + i);
-#pragma unroll
-                for (int c = 0; c < DIM_V; c += WARP)
-                    if (c + lane < HEAD_DIM_V) columns[c / WARP] += w * value[c + lane].value();
-            }
-        }
-#pragma unroll
-        for (int c = 0; c < DIM_V; c += WARP)
-            if (c + lane < HEAD_DIM_V) {
-                const u32 at = out + TileO::offset(local, (c + lane) / VECTOR) + (c + lane) % VECTOR * 2;
-                *reinterpret_cast<u16 *>(smem + at) = static_cast<u16>(Element::pack(columns[c / WARP] / total, 0.0f));
-            }
-    }
-
     // Output and lse of this consumer's rows.
     INLINE void finish(const Place &place, int m_offset, const Sizes &sizes, const TensorMap &out_map, float *lse,
-                       const Element *q, const Rows &keys, const Rows &values, i64 stride_qs) {
+                       const Element *q, const Head &keys, const Head &values, i64 stride_qs) {
         const int local = 16 * warp + lane / 4;
         float total[2];
 #pragma unroll
@@ -531,7 +467,11 @@ struct Consumer {
                     const int row = 16 * warp + quad / 4 + 8 * half;
                     if ((bad >> quad & 15) == 0 || m_offset + row >= sizes.seqlen_q) continue;
                     const float top = __shfl_sync(ALL_LANES, m[half], quad), sum = __shfl_sync(ALL_LANES, total[half], quad);
-                    repair_row(m_offset + row, out, row, top, sum, q + (m_offset + row) * stride_qs, keys, values);
+                    const int last = mask.last(m_offset + row);
+                    const float scale = scales.of_row(top), shift = scales.shift_of_row(top);
+                    auto weight = [&](float score) { return exp2_approx(__fmaf_rn(scales.capped(score), scale, -shift)); };
+                    repair_row<TileO>(smem, out, row, lane, mask.first(m_offset + row), last, weight, sum,
+                                      q + (m_offset + row) * stride_qs, keys, values);
                 }
             }
         }
@@ -580,9 +520,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, OCCUPANCY)
         return;
     }
     take_registers<CONSUMER_REGISTERS>();
-    // Capped scores have the user's scale inside them already.
-    const float qk_scale = SOFTCAP ? LOG2E : softmax_scale * LOG2E;
-    const Scales scales = {qk_scale, next_power_of_two(qk_scale), SOFTCAP ? softmax_scale / softcap : 0.0f, softcap};
+    const Scales scales(softmax_scale, softcap);
     Consumer consumer{shared, scales, mask, warp / 4 - 1, lane, warp % 4};
     u32 q_parity = 0;
     Turn<NEXT_TILES> next{0};
@@ -603,8 +541,8 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, OCCUPANCY)
             consumer.release(Q_EMPTY + consumer.index);
         if (HAS_LEFT) consumer.skip(own.first - tiles.first);
         consumer.finish(place, m_offset, sizes, out_map, lse, q + (place.batch * stride_qb + place.head_q * stride_qh),
-                        Rows(k, place.batch, head_kv, stride_kb, stride_ks, stride_kh),
-                        Rows(v, place.batch, head_kv, stride_vb, stride_vs, stride_vh), stride_qs);
+                        Head(k, place.batch, head_kv, stride_kb, stride_ks, stride_kh),
+                        Head(v, place.batch, head_kv, stride_vb, stride_vs, stride_vh), stride_qs);
         if (SCHEDULE == SINGLE) break;
         if (SCHEDULE == STATIC) tile += gridDim.x;
         if (SCHEDULE == DYNAMIC) {

@@ -19,8 +19,8 @@ FlashAttention-3 (arXiv 2407.08608).
 A masked score is replaced, never multiplied, so K may hold anything where it is masked.  The weight is 0 there, and 0 * V is
 NaN when V holds NaN or inf: rows whose output has one are computed again from visible keys alone.
 
-``fwd_sm90.cu`` has the device code, from top to bottom, and ``hopper_ops.cuh`` the instructions that it is written with.
-The scheme is that of ``cute.fwd_sm90``, by hand.
+``fwd_sm90.cu`` has the device code, from top to bottom, ``attention_ops.cuh`` what it shares with ``fwd_sm80.cu``, and
+``hopper_ops.cuh`` the instructions that it is written with.  The scheme is that of ``cute.fwd_sm90``, by hand.
 
 Takes float16 and bfloat16, tensors that TMA can address, head_dim up to 256.  Products pay for head_dim in whole steps of
 16, shared memory in whole boxes of 64.

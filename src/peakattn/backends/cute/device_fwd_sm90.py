@@ -1,31 +1,43 @@
-"""Device code of ``cute.fwd_sm90``; imported, with cutlass, only to compile. ``fwd_sm90.py`` says what it does and why."""
+"""Device code of ``cute.fwd_sm90``; imported, with cutlass, only to compile. ``fwd_sm90.py`` says what it does and why.
+
+Here are the kernel, its tiles, its producer and its consumers, from the top.  ``device_softmax_sm90`` makes scores P,
+``device_output_sm90`` ends a tile, and ``device_hopper_ops`` has what all are written with.
+"""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any
 
 import cutlass
 import cutlass.cute as cute
 import torch
-from cutlass import BFloat16, Float16, Float32, Int32, Int64, const_expr
+from cutlass import Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warp, warpgroup
 from cutlass.memory import SmemAllocator
-from cutlass.tensor_utils import LayoutEnum
 from cutlass.utils import hopper_helpers as hopper
 
+from peakattn.backends.cute.device_hopper_ops import (
+    CUTE_DTYPES,
+    ROWS,
+    advance,
+    allocate,
+    gemm,
+    partition,
+    release,
+    tile_layout,
+    tma_copy,
+    view,
+)
+from peakattn.backends.cute.device_output_sm90 import finish
+from peakattn.backends.cute.device_softmax_sm90 import cap, exponentials, mask, pack, rescale, softmax
+
 _LOG2_E = math.log2(math.e)
-_LN_2 = math.log(2.0)
-_FAR = 2.0**30  # a scaled score beyond this cannot be subtracted after it was multiplied: its rounding error is too large
 # What a thread's part of a row's sum may reach before the row gets a new origin; P in float16 must stay below 65504.
 _SUM_LIMIT = {torch.float16: 2.0**14, torch.bfloat16: 2.0**20}
-_CUTE_DTYPES = {torch.float16: Float16, torch.bfloat16: BFloat16}
-_ROWS = 64  # of queries a consumer has: the rows of one wgmma
 _TILES = 2  # numbers of tiles on their way from the producer to the consumers
-# Named barriers: one a consumer for turns, one for all consumers, and one a consumer for its own 128 threads.
-_TURN, _ALL, _OWN = 1, 4, 5
+_TURN = 1  # the first of the named barriers for turns, one a consumer; device_output_sm90 has the next
 
 
 @dataclass(frozen=True)
@@ -56,12 +68,12 @@ class Forward:
     @property
     def positions(self) -> int:
         """Query positions of a consumer."""
-        return _ROWS // self.heads_per_tile
+        return ROWS // self.heads_per_tile
 
     @property
     def idle(self) -> int:
         """Rows of a consumer that no whole position fills: a group that does not divide 64 leaves some."""
-        return _ROWS % self.heads_per_tile
+        return ROWS % self.heads_per_tile
 
     @cute.jit
     def __call__(
@@ -71,19 +83,19 @@ class Forward:
         q_batch, q_row, q_head, k_batch, k_row, k_head, v_batch, v_row, v_head, counter,
         softmax_scale, softcap,
     ):  # fmt: skip
-        kind = _CUTE_DTYPES[self.dtype]
+        kind = CUTE_DTYPES[self.dtype]
         layouts = (
-            _tiles(kind, _ROWS, self.dim, self.num_consumers),
-            _tiles(kind, self.block_n, self.dim, self.num_stages),
-            _tiles(kind, self.block_n, self.dim_v, self.num_stages),
-            _tiles(kind, _ROWS, self.dim_v, self.num_consumers),
+            tile_layout(kind, ROWS, self.dim, self.num_consumers),
+            tile_layout(kind, self.block_n, self.dim, self.num_stages),
+            tile_layout(kind, self.block_n, self.dim_v, self.num_stages),
+            tile_layout(kind, ROWS, self.dim_v, self.num_consumers),
         )
         load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
         packed = self.heads_per_tile > 1
-        tma_q, mQ = _tma(load, q_map, layouts[0], packed=packed)
-        tma_k, mK = _tma(load, k_map, layouts[1])
-        tma_v, mV = _tma(load, v_map, layouts[2])
-        tma_out, mO = _tma(store, out_map, layouts[3], packed=packed)
+        tma_q, mQ = tma_copy(load, q_map, layouts[0], packed=packed)
+        tma_k, mK = tma_copy(load, k_map, layouts[1])
+        tma_v, mV = tma_copy(load, v_map, layouts[2])
+        tma_out, mO = tma_copy(store, out_map, layouts[3], packed=packed)
         self.attention_fwd_kernel.set_name_prefix("attention_fwd_kernel", remove_cutlass_symbol=True, keep_mangled_name=False)
         self.attention_fwd_kernel(
             tma_q, mQ, tma_k, mK, tma_v, mV, tma_out, mO, q, k, v, lse,
@@ -104,10 +116,10 @@ class Forward:
         num_m_blocks, num_tiles, heads_per_section, left, right,
         q_batch, q_row, q_head, k_batch, k_row, k_head, v_batch, v_row, v_head, counter, softmax_scale, softcap, layouts,
     ):  # fmt: skip
-        kind = _CUTE_DTYPES[self.dtype]
+        kind = CUTE_DTYPES[self.dtype]
         memory = SmemAllocator()
-        sQ, sK, sV = (_allocate(memory, kind, layout) for layout in layouts[:3])
-        sO = _allocate(memory, kind, layouts[3]) if self.separate_out else _view(sV.iterator, kind, layouts[3])
+        sQ, sK, sV = (allocate(memory, kind, layout) for layout in layouts[:3])
+        sO = allocate(memory, kind, layouts[3]) if self.separate_out else view(sV.iterator, kind, layouts[3])
         rings = {
             "q_full": self.num_consumers,
             "q_empty": self.num_consumers,
@@ -167,10 +179,10 @@ class Forward:
     @cute.jit
     def clear_idle_rows(self, sQ):
         """No load ever fills these rows, and what memory holds must not look like a row that went wrong."""
-        first = _ROWS - self.idle
+        first = ROWS - self.idle
         for i in cutlass.range(cute.arch.thread_idx()[0], self.idle * self.dim, 128 * (self.num_consumers + 1), unroll=1):
             for c in cutlass.range_constexpr(self.num_consumers):
-                sQ[first + i // self.dim, i % self.dim, c] = _CUTE_DTYPES[self.dtype](0.0)
+                sQ[first + i // self.dim, i % self.dim, c] = CUTE_DTYPES[self.dtype](0.0)
         cute.arch.fence_view_async_shared()
 
     # Which tile, and which keys it sees.
@@ -242,11 +254,11 @@ class Forward:
             m_offset = m_block * (self.positions * self.num_consumers)
             n_block_min, n_block_max = self.block_range(m_offset, sizes)
             head_kv = head // sizes.group
-            gK, tK = _partition(tma_k, mK[None, None, head_kv, batch], sK)
-            gV, tV = _partition(tma_v, mV[None, None, head_kv, batch], sV)
+            gK, tK = partition(tma_k, mK[None, None, head_kv, batch], sK)
+            gV, tV = partition(tma_v, mV[None, None, head_kv, batch], sV)
             if n_block_min < n_block_max:
                 self.fetch(tma_k, gK, tK, n_block_max - 1, bars.k_full, bars.k_empty, k_stage, k_phase)
-                k_stage, k_phase = _advance(k_stage, k_phase, self.num_stages)
+                k_stage, k_phase = advance(k_stage, k_phase, self.num_stages)
             for c in cutlass.range_constexpr(self.num_consumers):
                 n = m_block * self.num_consumers + c
                 gQ, tQ, n = self.partition_rows(tma_q, mQ, sQ, head, batch, n)
@@ -256,16 +268,16 @@ class Forward:
                 for i in cutlass.range(n_block_max - n_block_min - 1, unroll=1):
                     n_block = n_block_max - 1 - i
                     self.fetch(tma_k, gK, tK, n_block - 1, bars.k_full, bars.k_empty, k_stage, k_phase)
-                    k_stage, k_phase = _advance(k_stage, k_phase, self.num_stages)
+                    k_stage, k_phase = advance(k_stage, k_phase, self.num_stages)
                     self.await_out(bars, out_phase)
                     self.fetch(tma_v, gV, tV, n_block, bars.v_full, bars.v_empty, v_stage, v_phase)
-                    v_stage, v_phase = _advance(v_stage, v_phase, self.num_stages)
+                    v_stage, v_phase = advance(v_stage, v_phase, self.num_stages)
             # As late as the answer still comes in time: who asks early takes a tile from a block that could start it sooner.
             asked = self.ask(counter)
             self.await_out(bars, out_phase)
             if n_block_min < n_block_max:
                 self.fetch(tma_v, gV, tV, n_block_min, bars.v_full, bars.v_empty, v_stage, v_phase)
-                v_stage, v_phase = _advance(v_stage, v_phase, self.num_stages)
+                v_stage, v_phase = advance(v_stage, v_phase, self.num_stages)
             out_phase ^= 1
             following = self.answer(tile, asked, counter, sizes)
             if const_expr(self.schedule == "dynamic"):
@@ -273,7 +285,7 @@ class Forward:
                 if cute.arch.lane_idx() == 0:
                     tiles[slot] = following
                     cute.arch.mbarrier_arrive(bars.tile_full + slot)
-                slot, slot_phase = _advance(slot, slot_phase, _TILES)
+                slot, slot_phase = advance(slot, slot_phase, _TILES)
             tile = following
 
     @cute.jit
@@ -285,23 +297,23 @@ class Forward:
     def fetch(self, tma, gX, sX, n, full, empty, stage, phase, *, idle=0):
         """One tile, but for ``idle`` of 64 rows, by TMA into slot ``stage`` of its ring, once that is free."""
         cute.arch.mbarrier_wait(empty + stage, phase)
-        num_bytes = cute.size_in_bytes(_CUTE_DTYPES[self.dtype], sX[None, 0].layout)
+        num_bytes = cute.size_in_bytes(CUTE_DTYPES[self.dtype], sX[None, 0].layout)
         with cute.arch.elect_one():
-            cute.arch.mbarrier_arrive_and_expect_tx(full + stage, num_bytes * (_ROWS - idle) // _ROWS)
+            cute.arch.mbarrier_arrive_and_expect_tx(full + stage, num_bytes * (ROWS - idle) // ROWS)
         cute.copy(tma, gX[None, n], sX[None, stage], tma_bar_ptr=full + stage)
 
     def partition_rows(self, tma, tensor, shared, head, batch, n):
         """Tiles of Q or of the output as TMA copies them, and the index under which they have the rows of consumer ``n``."""
         if self.heads_per_tile == 1:
-            return *_partition(tma, tensor[None, None, head, batch], shared), n
+            return *partition(tma, tensor[None, None, head, batch], shared), n
         rows = cute.domain_offset(((0, n * self.positions), 0), tensor[None, None, head, batch])
-        return *_partition(tma, rows, shared), 0
+        return *partition(tma, rows, shared), 0
 
     # The consumers.
 
     @cute.jit
     def consume(self, tma_out, mO, raw, lse, sQ, sK, sV, sO, bars, sizes, qk_scale, cap_scale, consumer):
-        kind = _CUTE_DTYPES[self.dtype]
+        kind = CUTE_DTYPES[self.dtype]
         thread = cute.arch.thread_idx()[0] % 128
         k_major, mn_major = OperandMajorMode.K, OperandMajorMode.MN
         mma_qk = hopper.make_trivial_tiled_mma(kind, kind, k_major, k_major, Float32, (1, 1, 1), (64, self.block_n))
@@ -313,9 +325,9 @@ class Forward:
         tQ = mma_qk.make_fragment_A(whole_qk.partition_A(sQ))[None, None, None, consumer]
         tK = mma_qk.make_fragment_B(whole_qk.partition_B(sK))
         tV = mma_pv.make_fragment_B(whole_pv.partition_B(sVt))
-        scores = cute.make_rmem_tensor(mma_qk.partition_shape_C((_ROWS, self.block_n)), Float32)
-        acc = cute.make_rmem_tensor(mma_pv.partition_shape_C((_ROWS, self.dim_v)), Float32)
-        p = cute.make_rmem_tensor(mma_pv.partition_shape_A((_ROWS, self.block_n)), kind)
+        scores = cute.make_rmem_tensor(mma_qk.partition_shape_C((ROWS, self.block_n)), Float32)
+        acc = cute.make_rmem_tensor(mma_pv.partition_shape_C((ROWS, self.dim_v)), Float32)
+        p = cute.make_rmem_tensor(mma_pv.partition_shape_A((ROWS, self.block_n)), kind)
         m_i, l_i, origin, alpha = (cute.make_rmem_tensor(2, Float32) for _ in range(4))
         lane = cute.arch.lane_idx()
         warp_in_group = cute.arch.make_warp_uniform(cute.arch.warp_idx()) % 4
@@ -346,15 +358,15 @@ class Forward:
                 # The first tile: nothing to overlap with.
                 n_block = n_block_max - 1
                 cute.arch.mbarrier_wait(bars.k_full + k_stage, k_phase)
-                _gemm(mma_qk, scores, tQ, tK[None, None, None, k_stage], accumulate=False)
+                gemm(mma_qk, scores, tQ, tK[None, None, None, k_stage], accumulate=False)
                 warpgroup.wait_group(0)
-                self.release(bars.k_empty + k_stage, lane)
-                k_stage, k_phase = _advance(k_stage, k_phase, self.num_stages)
-                self.cap(at)
+                release(bars.k_empty + k_stage, lane)
+                k_stage, k_phase = advance(k_stage, k_phase, self.num_stages)
+                cap(self, at)
                 if const_expr(self.ragged or sizes.left is not None or sizes.right is not None):
-                    self.mask(at, row, n_block)
-                self.softmax(at)
-                self.pack(at)
+                    mask(self, at, row, n_block)
+                softmax(at)
+                pack(self, at)
                 right_end = n_block
                 if const_expr(sizes.right is not None):
                     sees = cutlass.min(sizes.seqlen_k, cutlass.max(m_offset + sizes.right + 1, 0))
@@ -366,28 +378,28 @@ class Forward:
                 if const_expr(sizes.right is not None):
                     for i in cutlass.range(n_block - right_end, unroll=1):
                         self.step_masked(at, row, n_block - 1 - i, k_stage, k_phase, v_stage, v_phase)
-                        k_stage, k_phase = _advance(k_stage, k_phase, self.num_stages)
-                        v_stage, v_phase = _advance(v_stage, v_phase, self.num_stages)
+                        k_stage, k_phase = advance(k_stage, k_phase, self.num_stages)
+                        v_stage, v_phase = advance(v_stage, v_phase, self.num_stages)
                 for _i in cutlass.range(right_end - left_end, unroll=1):
                     self.step(at, k_stage, k_phase, v_stage, v_phase)
-                    k_stage, k_phase = _advance(k_stage, k_phase, self.num_stages)
-                    v_stage, v_phase = _advance(v_stage, v_phase, self.num_stages)
+                    k_stage, k_phase = advance(k_stage, k_phase, self.num_stages)
+                    v_stage, v_phase = advance(v_stage, v_phase, self.num_stages)
                 if const_expr(sizes.left is not None):
                     for i in cutlass.range(left_end - n_block_min, unroll=1):
                         self.step_masked(at, row, left_end - 1 - i, k_stage, k_phase, v_stage, v_phase)
-                        k_stage, k_phase = _advance(k_stage, k_phase, self.num_stages)
-                        v_stage, v_phase = _advance(v_stage, v_phase, self.num_stages)
+                        k_stage, k_phase = advance(k_stage, k_phase, self.num_stages)
+                        v_stage, v_phase = advance(v_stage, v_phase, self.num_stages)
                 if const_expr(self.several):
-                    self.release(bars.q_empty + consumer, lane)
+                    release(bars.q_empty + consumer, lane)
                 # The last tile's second product.
                 cute.arch.mbarrier_wait(bars.v_full + v_stage, v_phase)
-                _gemm(mma_pv, acc, p, tV[None, None, None, v_stage], accumulate=True)
+                gemm(mma_pv, acc, p, tV[None, None, None, v_stage], accumulate=True)
                 warpgroup.wait_group(0)
-                self.release(bars.v_empty + v_stage, lane)
-                v_stage, v_phase = _advance(v_stage, v_phase, self.num_stages)
+                release(bars.v_empty + v_stage, lane)
+                v_stage, v_phase = advance(v_stage, v_phase, self.num_stages)
             elif const_expr(self.several):
-                self.release(bars.q_empty + consumer, lane)
-            self.finish(at, tma_out, mO, raw, lse, sO, m_offset, row, m_block, head, batch, thread)
+                release(bars.q_empty + consumer, lane)
+            finish(self, at, tma_out, mO, raw, lse, sO, m_offset, row, m_block, head, batch, thread)
             if const_expr(self.schedule == "single"):
                 tile = sizes.num_tiles
             if const_expr(self.schedule == "static"):
@@ -396,8 +408,8 @@ class Forward:
                 cute.arch.mbarrier_wait(bars.tile_full + slot, slot_phase)
                 tile = bars.tiles[slot]
                 cute.arch.sync_warp()
-                self.release(bars.tile_empty + slot, lane)
-                slot, slot_phase = _advance(slot, slot_phase, _TILES)
+                release(bars.tile_empty + slot, lane)
+                slot, slot_phase = advance(slot, slot_phase, _TILES)
         if warp_in_group == 0:
             cute.arch.cp_async_bulk_wait_group(0, read=True)
 
@@ -407,9 +419,9 @@ class Forward:
         cute.arch.mbarrier_wait(at.bars.k_full + k_stage, k_phase)
         if const_expr(self.pingpong):
             cute.arch.barrier(barrier_id=_TURN + at.consumer, number_of_threads=256)
-        _gemm(at.mma_qk, at.scores, at.tQ, at.tK[None, None, None, k_stage], accumulate=False)
+        gemm(at.mma_qk, at.scores, at.tQ, at.tK[None, None, None, k_stage], accumulate=False)
         cute.arch.mbarrier_wait(at.bars.v_full + v_stage, v_phase)
-        _gemm(at.mma_pv, at.acc, at.p, at.tV[None, None, None, v_stage], accumulate=True)
+        gemm(at.mma_pv, at.acc, at.p, at.tV[None, None, None, v_stage], accumulate=True)
         if const_expr(self.pingpong):
             after = at.consumer + 1
             if after == self.num_consumers:
@@ -421,16 +433,16 @@ class Forward:
     def step_masked(self, at, row, n_block, k_stage, k_phase, v_stage, v_phase):
         """A step over a tile that an edge cuts."""
         self.issue(at, k_stage, k_phase, v_stage, v_phase)
-        self.cap(at)
-        self.mask(at, row, n_block)
-        self.softmax(at)
+        cap(self, at)
+        mask(self, at, row, n_block)
+        softmax(at)
         # K is here, so this does not wait; but its branch keeps the exponentials in front of the wait for the product.
         cute.arch.mbarrier_wait(at.bars.k_full + k_stage, k_phase)
-        self.release(at.bars.k_empty + k_stage, at.lane)
+        release(at.bars.k_empty + k_stage, at.lane)
         warpgroup.wait_group(0)
-        self.release(at.bars.v_empty + v_stage, at.lane)
-        self.pack(at)
-        self.rescale(at)
+        release(at.bars.v_empty + v_stage, at.lane)
+        pack(self, at)
+        rescale(at)
 
     @cute.jit
     def step(self, at, k_stage, k_phase, v_stage, v_phase):
@@ -440,11 +452,11 @@ class Forward:
         warp computes its scores again and moves the origin.
         """
         self.issue(at, k_stage, k_phase, v_stage, v_phase)
-        self.cap(at)
+        cap(self, at)
         fits = cutlass.Boolean(True)
         sums = []
         for r in cutlass.range_constexpr(2):
-            total = self.exponentials(at, r, at.origin[r])
+            total = exponentials(at, r, at.origin[r])
             sums.append(total)
             fits = fits & (total <= _SUM_LIMIT[self.dtype])  # false for NaN, too
         # Before the second product is waited for: across a branch the compiler cannot move the exponentials behind it.
@@ -455,121 +467,18 @@ class Forward:
         else:
             warpgroup.wait_group(0)
             self.recompute(at, k_stage)
-            self.cap(at)
-            self.softmax(at)
-            self.rescale(at)
-        self.release(at.bars.k_empty + k_stage, at.lane)
+            cap(self, at)
+            softmax(at)
+            rescale(at)
+        release(at.bars.k_empty + k_stage, at.lane)
         warpgroup.wait_group(0)
-        self.release(at.bars.v_empty + v_stage, at.lane)
-        self.pack(at)
-
-    def row_of(self, fragment, r):
-        """Row ``r`` of the two, eight apart, of which a thread has columns in an accumulator: [2, half of its columns]."""
-        return cute.make_tensor(fragment.iterator + 2 * r, cute.make_layout((2, cute.size(fragment) // 4), stride=(1, 4)))
-
-    def position(self, at, row, r):
-        """Query position of row ``r`` of this thread's two; ``row`` is that of its first row, or of its tile's if packed."""
-        return row + 8 * r if self.heads_per_tile == 1 else row + (at.first_row + 8 * r) // self.heads_per_tile
-
-    def exponentials(self, at, r, origin):
-        """P of row ``r`` in place of its scores; returns the sum over this thread's columns."""
-        row = self.row_of(at.scores, r)
-        sums = [Float32(0.0), Float32(0.0)]
-        for j in range(cute.size(row) // 2):
-            for c in range(2):
-                p = _exp2(row[c, j] * at.qk_scale - origin)
-                row[c, j] = p
-                sums[c] = sums[c] + p
-        return sums[0] + sums[1]
-
-    @cute.jit
-    def softmax(self, at):
-        """The online softmax of the scores, exact: new maximum, P, sums, and alpha, by which older output shrinks."""
-        far = cutlass.Boolean(False)
-        for r in cutlass.range_constexpr(2):
-            row = self.row_of(at.scores, r)
-            best = [at.m_i[r], row[0, 0], row[1, 0], row[0, 1]]
-            for i in cutlass.range_constexpr(3, cute.size(row)):
-                best[i % 4] = cute.arch.fmax(best[i % 4], row[i % 2, i // 2])
-            m_new = cute.arch.fmax(cute.arch.fmax(best[0], best[1]), cute.arch.fmax(best[2], best[3]))
-            m_new = cute.arch.fmax(m_new, cute.arch.shuffle_sync_bfly(m_new, offset=1))
-            m_new = cute.arch.fmax(m_new, cute.arch.shuffle_sync_bfly(m_new, offset=2))
-            seen = m_new > -Float32.inf
-            base = m_new if seen else Float32(0.0)
-            at.alpha[r] = _exp2((at.m_i[r] - base) * at.qk_scale)
-            at.m_i[r] = m_new
-            at.origin[r] = base * at.qk_scale
-            far = far | (cute.arch.fmax(at.origin[r], -at.origin[r]) > _FAR)
-        origin = at.origin
-        if cute.arch.vote_any_sync(far):
-            self.subtract(at)
-            for r in cutlass.range_constexpr(2):
-                origin[r] = Float32(0.0)
-        for r in cutlass.range_constexpr(2):
-            at.l_i[r] = at.l_i[r] * at.alpha[r] + self.exponentials(at, r, at.origin[r])
-            # A row that saw nothing yet, or is far out, has no origin that a step could use: its sum shall not fit.
-            near = cute.arch.fmax(at.m_i[r], -at.m_i[r]) * at.qk_scale <= _FAR
-            at.origin[r] = at.origin[r] if near else -Float32.inf
-
-    @cute.jit
-    def subtract(self, at):
-        """Scores relative to their row's maximum, for rows so far out that the product with qk_scale loses the difference."""
-        for r in cutlass.range_constexpr(2):
-            row = self.row_of(at.scores, r)
-            base = at.m_i[r] if at.m_i[r] > -Float32.inf else Float32(0.0)
-            for i in cutlass.range_constexpr(cute.size(row)):
-                row[i % 2, i // 2] = row[i % 2, i // 2] - base
-
-    @cute.jit
-    def rescale(self, at):
-        for r in cutlass.range_constexpr(2):
-            row = self.row_of(at.acc, r)
-            for i in cutlass.range_constexpr(cute.size(row)):
-                row[i % 2, i // 2] = row[i % 2, i // 2] * at.alpha[r]
-
-    @cute.jit
-    def cap(self, at):
-        """softcap * tanh(score / softcap) by exp2, in units in which the softmax goes on with the same qk_scale."""
-        if const_expr(self.softcap):
-            for i in cutlass.range_constexpr(cute.size(at.scores)):
-                half = 0.5 * _exp2(at.scores[i] * at.cap_scale) + 0.5
-                at.scores[i] = 1.0 - cute.arch.rcp_approx(half)
-
-    @cute.jit
-    def mask(self, at, row, n_block):
-        """Scores of keys that a row does not see become -inf, whatever they are."""
-        column = n_block * self.block_n + 2 * (at.lane % 4)
-        for r in cutlass.range_constexpr(2):
-            m = self.position(at, row, r)
-            end = at.sizes.seqlen_k
-            if const_expr(at.sizes.right is not None):
-                end = cutlass.min(end, m + at.sizes.right + 1)
-            end = end - column
-            scores = self.row_of(at.scores, r)
-            for i in cutlass.range_constexpr(cute.size(scores)):
-                offset = i % 2 + 8 * (i // 2)
-                visible = offset < end
-                if const_expr(at.sizes.left is not None):
-                    visible = visible & (offset >= m - at.sizes.left - column)
-                scores[i % 2, i // 2] = scores[i % 2, i // 2] if visible else -Float32.inf
-
-    @cute.jit
-    def pack(self, at):
-        """P rounded, as the register operand of the second product: no thread gives or takes anything."""
-        words = cute.recast_tensor(at.p, Int32)
-        for i in cutlass.range_constexpr(cute.size(words)):
-            words[i] = self.pair(at.scores[2 * i], at.scores[2 * i + 1])
-
-    def pair(self, low, high):
-        kind = "bf16x2" if self.dtype == torch.bfloat16 else "f16x2"
-        return cute.arch.inline_ptx(
-            f"cvt.rn.{kind}.f32 {{$w0}}, {{$r0}}, {{$r1}};", write_only_types=[Int32], read_only_args=[high, low]
-        )
+        release(at.bars.v_empty + v_stage, at.lane)
+        pack(self, at)
 
     @cute.jit
     def recompute(self, at, k_stage):
         """This warp's scores once more, by warp-level products: the order of a thread's scores is the same."""
-        kind = _CUTE_DTYPES[self.dtype]
+        kind = CUTE_DTYPES[self.dtype]
         mma = cute.make_tiled_mma(warp.MmaF16BF16Op(kind, Float32, (16, 8, 16)))
         mine = mma.get_slice(at.lane)
         keys = mine.partition_B(at.sK[None, None, k_stage])
@@ -583,65 +492,16 @@ class Forward:
             cute.autovec_copy(keys[None, None, k], b)
             cute.gemm(mma, scores, a, b, scores)
 
-    @cute.jit
-    def release(self, empty, lane):
-        """This warp is done with a slot."""
-        if lane == 0:
-            cute.arch.mbarrier_arrive(empty)
+    # Rows of a consumer, packed or not.
 
-    @cute.jit
-    def finish(self, at, tma_out, mO, raw, lse, sO, m_offset, row, m_block, head, batch, thread):
-        """Output and lse of this consumer's rows."""
-        kind = _CUTE_DTYPES[self.dtype]
-        sizes = at.sizes
-        for r in cutlass.range_constexpr(2):
-            total = at.l_i[r]
-            total = total + cute.arch.shuffle_sync_bfly(total, offset=1)
-            total = total + cute.arch.shuffle_sync_bfly(total, offset=2)
-            at.alpha[r] = 0.0 if total == 0.0 else cute.arch.rcp_approx(total)
-            if const_expr(lse is not None):
-                m = self.position(at, row, r)
-                if at.lane % 4 == 0 and self.is_row(at.first_row + 8 * r, m, sizes):
-                    place = self.place_of_lse(at.first_row + 8 * r, m, head, batch, sizes)
-                    value = (at.m_i[r] * at.qk_scale + cute.math.log2(total, fastmath=True)) * _LN_2
-                    cute.make_tensor(lse + place, cute.make_layout(1))[0] = value if total != 0.0 else -Float32.inf
-        self.rescale(at)
-        rO = cute.make_rmem_tensor(at.acc.layout, kind)
-        words = cute.recast_tensor(rO, Int32)
-        for i in cutlass.range_constexpr(cute.size(words)):
-            words[i] = self.pair(at.acc[2 * i], at.acc[2 * i + 1])
-        own = _OWN + at.consumer
-        # Nothing may still be read where the output goes: the output before it, or V by another consumer.
-        if const_expr(self.separate_out):
-            if at.warp_in_group == 0:
-                cute.arch.cp_async_bulk_wait_group(0, read=True)
-            cute.arch.barrier(barrier_id=own, number_of_threads=128)
-        else:
-            cute.arch.barrier(barrier_id=_ALL, number_of_threads=128 * self.num_consumers)
-        atom = cute.make_copy_atom(warp.StMatrix8x8x16bOp(transpose=False, num_matrices=4), kind)
-        copy = cute.make_tiled_copy_C(atom, at.mma_pv).get_slice(thread)
-        cute.copy(atom, copy.retile(rO), copy.partition_D(sO[None, None, at.consumer]))
-        if const_expr(sizes.left is not None or sizes.right is not None):
-            spoilt = Float32(0.0)
-            for i in cutlass.range_constexpr(cute.size(at.acc)):
-                spoilt = spoilt + at.acc[i] * 0.0
-            if cute.arch.vote_any_sync(spoilt != 0.0):  # true for NaN
-                self.repair(at, raw, lse, sO, m_offset, head, batch)
-        cute.arch.fence_view_async_shared()
-        cute.arch.barrier(barrier_id=own, number_of_threads=128)
-        if at.warp_in_group == 0:
-            n = m_block * self.num_consumers + at.consumer
-            gO, tO, n = self.partition_rows(tma_out, mO, sO, head, batch, n)
-            cute.copy(tma_out, tO[None, at.consumer], gO[None, n])
-            cute.arch.cp_async_bulk_commit_group()
-            if const_expr(self.several and not self.separate_out):
-                cute.arch.cp_async_bulk_wait_group(0, read=True)
-                self.release(at.bars.out_empty, at.lane)
+    def position(self, at, row, r):
+        """Query position of row ``r`` of this thread's two; ``row`` is that of its first row, or of its tile's if packed."""
+        return row + 8 * r if self.heads_per_tile == 1 else row + (at.first_row + 8 * r) // self.heads_per_tile
 
     def is_row(self, local, m, sizes):
         """Whether row ``local`` of a consumer, at position ``m``, is one of the problem's."""
         inside = m < sizes.seqlen_q
-        return inside & (local < _ROWS - self.idle) if self.idle else inside
+        return inside & (local < ROWS - self.idle) if self.idle else inside
 
     def query_head(self, local, head):
         """Query head of a consumer's row ``local`` in a tile of ``head``."""
@@ -650,125 +510,3 @@ class Forward:
     def place_of_lse(self, local, m, head, batch, sizes):
         heads = sizes.num_heads if self.heads_per_tile == 1 else sizes.num_heads * self.heads_per_tile
         return (Int64(batch) * heads + self.query_head(local, head)) * sizes.seqlen_q + m
-
-    @cute.jit
-    def repair(self, at, raw, lse, sO, m_offset, head, batch):
-        """This warp's rows once more, key by key over visible keys alone: slow, and complete in itself.
-
-        P is 0 where a key is masked, and 0 * V is NaN when V holds NaN or inf there.
-        """
-        kind = _CUTE_DTYPES[self.dtype]
-        sizes = at.sizes
-        head_kv = head // sizes.group
-        cute.arch.sync_warp()
-        for i in cutlass.range(16, unroll=1):
-            local = at.warp_in_group * 16 + i
-            m = m_offset + local // self.heads_per_tile if const_expr(self.heads_per_tile > 1) else m_offset + local
-            if self.is_row(local, m, sizes):
-                first, end = Int32(0), sizes.seqlen_k
-                if const_expr(sizes.left is not None):
-                    first = cutlass.max(m - sizes.left, 0)
-                if const_expr(sizes.right is not None):
-                    end = cutlass.min(end, m + sizes.right + 1)
-                q_row, out_row = (cute.make_rmem_tensor(d // 32, Float32) for d in (self.dim, self.dim_v))
-                self.load_row(q_row, raw[0], batch, m, self.query_head(local, head), sizes.head_dim, at.lane)
-                out_row.fill(0.0)
-                m_i, l_i = -Float32.inf, Float32(0.0)
-                for key in cutlass.range(first, end, unroll=1):
-                    k_row, v_row = (cute.make_rmem_tensor(d // 32, Float32) for d in (self.dim, self.dim_v))
-                    self.load_row(k_row, raw[1], batch, key, head_kv, sizes.head_dim, at.lane)
-                    self.load_row(v_row, raw[2], batch, key, head_kv, sizes.head_dim_v, at.lane)
-                    score = Float32(0.0)
-                    for e in cutlass.range_constexpr(self.dim // 32):
-                        score = score + q_row[e] * k_row[e]
-                    for distance in cutlass.range_constexpr(5):
-                        score = score + cute.arch.shuffle_sync_bfly(score, offset=1 << distance)
-                    if const_expr(self.softcap):
-                        score = 1.0 - cute.arch.rcp_approx(0.5 * _exp2(score * at.cap_scale) + 0.5)
-                    m_new = cute.arch.fmax(m_i, score)
-                    base = m_new if m_new > -Float32.inf else Float32(0.0)
-                    p, alpha = _exp2((score - base) * at.qk_scale), _exp2((m_i - base) * at.qk_scale)
-                    l_i = l_i * alpha + p
-                    for e in cutlass.range_constexpr(self.dim_v // 32):
-                        out_row[e] = out_row[e] * alpha + p * v_row[e]
-                    m_i = m_new
-                inverse = Float32(0.0) if l_i == 0.0 else cute.arch.rcp_approx(l_i)
-                for e in cutlass.range_constexpr(self.dim_v // 32):
-                    sO[local, at.lane + 32 * e, at.consumer] = kind(out_row[e] * inverse)
-                if const_expr(lse is not None):
-                    if at.lane == 0:
-                        place = self.place_of_lse(local, m, head, batch, sizes)
-                        value = (m_i * at.qk_scale + cute.math.log2(l_i, fastmath=True)) * _LN_2
-                        cute.make_tensor(lse + place, cute.make_layout(1))[0] = value if l_i != 0.0 else -Float32.inf
-
-    @cute.jit
-    def load_row(self, into, source, batch, row, head, width, lane):
-        """One row of a tensor in global memory, spread over the lanes of a warp; zero past its width."""
-        pointer, batch_stride, row_stride, head_stride = source
-        offset = Int64(batch) * batch_stride + Int64(row) * row_stride + Int64(head) * head_stride
-        for e in cutlass.range_constexpr(cute.size(into)):
-            column = lane + 32 * e
-            value = cute.make_tensor(pointer + (offset + cutlass.min(column, width - 1)), cute.make_layout(1))[0]
-            into[e] = Float32(value) if column < width else Float32(0.0)
-
-
-def _tiles(kind: Any, rows: int, width: int, count: int) -> Any:
-    """Layout of ``count`` tiles of [rows, width] in shared memory, swizzled as wgmma and TMA want them."""
-    atom = warpgroup.make_smem_layout_atom(hopper.get_smem_layout_atom(LayoutEnum.ROW_MAJOR, kind, width), kind)
-    return cute.tile_to_shape(atom, (rows, width, count), order=(0, 1, 2))
-
-
-def _tma(op: Any, pointer: Any, layout: Any, *, packed: bool = False) -> Any:
-    """The copy atom of a tensor, whose descriptor is a kernel parameter, and its coordinates.
-
-    The launch brings the descriptor, so the shape here only has to be static and to have more than one tile.  Packed rows
-    are (head of a group, position), whatever the group: the size of the box, too, is the descriptor's.
-    """
-    rows, width = cute.size(layout, mode=[0]), cute.size(layout, mode=[1])
-    shape = cute.make_layout((1 << 20, width, 2, 2), stride=(8 * width, 1, width, 8 * width))
-    if packed:
-        shape = cute.make_layout(((2, 1 << 20), width, 2, 2), stride=((width, 8 * width), 1, 2 * width, 8 * width))
-    return cpasync.make_tiled_tma_atom(op, cute.make_tensor(pointer, shape), cute.select(layout, mode=[0, 1]), (rows, width))
-
-
-def _view(pointer: Any, kind: Any, layout: Any) -> Any:
-    return cute.make_tensor(cute.recast_ptr(pointer, layout.inner, dtype=kind), layout.outer)
-
-
-def _allocate(memory: SmemAllocator, kind: Any, layout: Any) -> Any:
-    return _view(memory.allocate_array(kind, cute.cosize(layout.outer), byte_alignment=1024), kind, layout)
-
-
-def _partition(tma: Any, tensor: Any, shared: Any) -> Any:
-    """Tiles of one head in global memory and in shared memory, as TMA copies them: [tile, number of the tile]."""
-    rows, width = shared.shape[0], shared.shape[1]
-    tiles = cute.local_tile(tensor, (cute.size(rows), cute.size(width)), (None, 0))
-    inner, outer = cpasync.tma_partition(
-        tma, 0, cute.make_layout(1), cute.group_modes(shared, 0, 2), cute.group_modes(tiles, 0, 2)
-    )
-    return outer, inner
-
-
-def _gemm(mma: Any, acc: Any, a: Any, b: Any, *, accumulate: bool) -> None:
-    """Issues acc = a b, or acc += a b, as one group that is waited for elsewhere."""
-    warpgroup.fence()
-    atom = cute.make_mma_atom(mma.op)
-    atom.set(warpgroup.Field.ACCUMULATE, accumulate)
-    for k in range(cute.size(a, mode=[2])):
-        cute.gemm(atom, acc, a[None, None, k], b[None, None, k], acc)
-        atom.set(warpgroup.Field.ACCUMULATE, True)
-    warpgroup.commit_group()
-
-
-@cute.jit
-def _advance(stage, phase, count: cutlass.Constexpr):
-    """The next slot of a ring, and the phase in which its barriers are waited for."""
-    stage += 1
-    if stage == count:
-        stage = Int32(0)
-        phase ^= 1
-    return stage, phase
-
-
-def _exp2(x: Any) -> Any:
-    return cute.arch.inline_ptx("ex2.approx.ftz.f32 {$w0}, {$r0};", write_only_types=[Float32], read_only_args=[x])
