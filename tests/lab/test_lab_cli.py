@@ -97,6 +97,9 @@ def test_bench_on_the_cpu_records_draws_and_resumes(tmp_path):
     assert "fwd f32 d32 full 128" in again
     run(*options, "--only", "bwd")
     assert len(records.read(out)) == 9
+    run(*options, "--only", "fwd", "--backend", "auto", "--backend", "cpu")
+    timed = {row.contender for row in records.read(out)[9:] if row.speed_known}
+    assert timed == {"peakattn", "peakattn:cpu", "sdpa"}
 
 
 @pytest.mark.parametrize(

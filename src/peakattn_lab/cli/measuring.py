@@ -38,7 +38,8 @@ def bench(
     only: Only = None,
     rivals: Rivals = None,
     backend: Annotated[
-        list[str] | None, typer.Option(help="Backends or kernel ids of peakattn to time; its own choice if none.")
+        list[str] | None,
+        typer.Option(help="Backends or kernel ids of peakattn to time, auto for its own choice, which is all if none."),
     ] = None,
     mode: Annotated[
         str | None, typer.Option(help="Comma-separated timing modes: kernel, eager, host on a GPU; wall on a CPU.")
@@ -69,7 +70,7 @@ def bench(
             _list_bench()
             return
         where, facts = torch_device(device)
-        backends: list[str | None] = [*words(",".join(backend or []))] or [None]
+        backends = [None if word == "auto" else word for word in words(",".join(backend or []))] or [None]
         names = words(rivals) if rivals is not None else baselines.DEFAULT_RIVALS[facts.type]
         contenders = [*map(baselines.ours, backends), *map(baselines.rival, names)]
         if host:
