@@ -140,13 +140,33 @@ class Tile:
 
 
 class Product(Tile):
-    """A product that nobody rounded yet: the compiler makes one instruction of it and the sum it goes into."""
+    """A product that nobody rounded yet: the compiler makes one instruction of it and the sum it goes into.
+
+    One that something else took first is in a register, and rounded.
+    """
 
     def __init__(self, x: Any, y: Any) -> None:
         self._factors = _operands(x, y)
+        self._fresh = True
         super().__init__(torch.mul(*self._factors))
 
+    @property
+    def value(self) -> torch.Tensor:
+        self._fresh = False
+        return self._rounded
+
+    @value.setter
+    def value(self, rounded: torch.Tensor) -> None:
+        self._rounded = rounded
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self._rounded.shape)
+
     def exact(self) -> torch.Tensor:
+        if not self._fresh:
+            return self._rounded
+        self._fresh = False
         return torch.mul(*(f.double() if isinstance(f, torch.Tensor) else f for f in self._factors))
 
 
@@ -185,10 +205,14 @@ def _binary(function: Any, x: Any, y: Any) -> Tile:
 
 
 def _sum(function: Any, x: Any, y: Any) -> Tile:
-    if not isinstance(x, Product) and not isinstance(y, Product):
-        return _binary(function, x, y)
-    sides = zip((x, y), _operands(x, y), strict=True)
-    return Tile(function(*(t.exact() if isinstance(t, Product) else value for t, value in sides)).to(torch.float32))
+    """A sum or difference; an instruction takes one product that is not rounded, here the left one of two."""
+    if isinstance(x, Product):
+        exact = x.exact()
+        return Tile(function(exact, _operands(x, y)[1]).to(torch.float32))
+    if isinstance(y, Product):
+        exact = y.exact()
+        return Tile(function(_operands(x, y)[0], exact).to(torch.float32))
+    return _binary(function, x, y)
 
 
 def _is_number(*values: Any) -> bool:

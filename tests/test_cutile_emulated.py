@@ -141,7 +141,7 @@ def test_the_backward_is_right_under_other_tiles(case: Case, config: str) -> Non
     check_backward(*gradients_of(case, torch.float16), BWD[config], **case.options)
 
 
-@pytest.mark.parametrize("name", ["several_tiles", "softcap", "window_left", "dim_33"])
+@pytest.mark.parametrize("name", ["several_tiles", "softcap", "window_left", "dim_33", "large_logits"])
 def test_float32_keeps_float32_accuracy(name: str) -> None:
     case = BY_NAME[name]
     check_forward(*case.inputs(torch.float32), **case.options)

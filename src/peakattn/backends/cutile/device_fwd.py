@@ -126,7 +126,12 @@ def attention_fwd_kernel(
     # A row without a visible key has sum 0 and keeps its acc of 0.
     total = ct.where(l_i == 0.0, 1.0, l_i)
     if STORE_LSE:
-        ct.store(lse, index=(batch, head_q, m_block), tile=((m_i * qk_scale + ct.log2(l_i)) * LN2).reshape((1, 1, BLOCK_M)))
+        # The maximum in the natural base, rounded once, and what the sum is relative to: the maximum's shift, rounded too.
+        rounding = m_i * row_scales(m_i, qk_scale, power_scale) - shift_i
+        rounding = ct.where(m_i == -math.inf, 0.0, rounding)
+        natural = m_i if SOFTCAP else m_i * softmax_scale
+        row_lse = natural + (ct.log2(l_i) - rounding) * LN2
+        ct.store(lse, index=(batch, head_q, m_block), tile=row_lse.reshape((1, 1, BLOCK_M)))
     if HAS_LEFT or HAS_RIGHT:
         if any_nan(acc):
             repair(
