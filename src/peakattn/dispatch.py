@@ -44,7 +44,7 @@ def preference(problem: AttentionProblem, device: Device) -> tuple[str, ...]:
     if device.type == "cpu":
         return (f"cpu.{problem.direction}",)
     if problem.direction == "bwd":
-        return ("triton.bwd",)
+        return ("triton.bwd", "cutile.bwd")
     if device.arch == 90:
         return ("cute.fwd_sm90", "cuda.fwd_sm90", "triton.fwd_sm90", "triton.fwd", "cute.fwd_sm80")
     return ("triton.fwd", "cute.fwd_sm80")

@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 from peakattn import dispatch
 from peakattn.backends.contract import Artifacts, ForwardKernel
 from peakattn.backends.cubin import hot_loops
+from peakattn.backends.cutile import toolchain
 from peakattn.device import CPU, Device
 from peakattn_lab import cli, ladder, problems
 from peakattn_lab.gate import Gate
@@ -154,3 +155,26 @@ def test_the_command_compiles_the_ladder_without_a_gpu():
     assert "step12" in done.output
     assert "HGMMA" in done.output
     assert "does not compile" not in done.output
+
+
+@pytest.mark.parametrize("step", [1, 8, 13])
+def test_what_a_check_launches_was_compiled_before_it(step, monkeypatch):
+    """Checks launch one rung after the other; the compilers have run in parallel by then, on tensors without data."""
+
+    def asked(launch: toolchain.TileLaunch, arch: int) -> None:
+        raise AskedError(toolchain._key(launch, arch))
+
+    monkeypatch.setattr(toolchain, "compile_launch", asked)
+    rung = rung_of(step)
+    for problem in check_problems(torch.bfloat16, H200, [64]):
+        config = by_default(rung, problem, H200).config
+        with pytest.raises(AskedError) as compiled:
+            rung.artifacts(problem, config, 90)
+        q, k, v = problems.inputs(dataclasses.replace(problem, device_type="cpu"), torch.device("cpu"), seed=0)
+        out, lse = torch.empty_like(q), torch.empty(problem.batch, problem.num_heads_q, problem.seqlen_q)
+        (launch,) = rung.kernel.launches(problem, config, q, k, v, out, lse, 0.125, 0.0)
+        assert str(compiled.value) == toolchain._key(launch, 90)
+
+
+class AskedError(Exception):
+    """What the compiler was asked for."""

@@ -68,7 +68,7 @@ def ladder(
         where, facts = torch_device("")
         if facts.type == "cpu" and not check_only:
             raise ValueError("there is no CUDA device to time on; --static compiles without one, --check-only interprets.")
-        red = _check(chosen, kind, facts, where, dims)
+        red = _check(chosen, kind, facts, where, dims, count)
         if not check_only:
             green = [one for one in chosen if one.id not in red]
             path = out or default_records(facts, "_".join(filter(None, ("ladder", language, experiment))))
@@ -115,13 +115,19 @@ def _problems(seqlens: list[int], dims: list[int], causal: bool | None, kind: to
     ]
 
 
-def _check(chosen: Sequence[Rung], kind: torch.dtype, facts: Device, where: torch.device, dims: list[int]) -> set[str]:
+def _check(
+    chosen: Sequence[Rung], kind: torch.dtype, facts: Device, where: torch.device, dims: list[int], count: int
+) -> set[str]:
     """The ids of rungs that are wrong, after a table of them all; RuntimeError when no rung could be checked."""
     from peakattn_lab import problems
-    from peakattn_lab.ladder import checking
+    from peakattn_lab.ladder import checking, subjects
 
     rows, red, refusals = [], set(), []
     found = checking.check_problems(kind, facts, dims)
+    if facts.type == "cuda":
+        # Checks run one after the other, and their tails and masks are code of their own: minutes for one compiler.
+        takers = [(p, [r for r in chosen if subjects.refusal(r, p, facts) is None]) for p in found]
+        _compile([(p, [subjects.by_default(r, p, facts) for r in able]) for p, able in takers], facts, count)
     with progress("checking", len(chosen) * len(found)) as step:
         for one, problem, result in checking.check_all(chosen, found, where):
             step(f"checked {one.id}, {problems.label(problem)}")
