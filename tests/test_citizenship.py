@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 import peakattn
 from cases import LAYOUTS, Case
-from peakattn import reference
+from peakattn import plan, reference
 from peakattn.backends.cpu.fwd import Config
 
 SMALL = Case("citizen", "", 12, 20, 4, 2, 16, batch=2)
@@ -220,6 +220,22 @@ def test_inference_mode() -> None:
     inputs = small(grad=True)
     peakattn.attention(*inputs).sum().backward()
     assert inputs[0].grad is not None
+
+
+def test_aligned_tensors_never_get_the_plan_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    q, k, v = small()
+    shifted = torch.empty(q.numel() + 1)[1:].view(q.shape).copy_(q)
+    used = []
+    known = plan.ForwardPlan.__call__
+
+    def call(self: plan.ForwardPlan, *args: Any) -> Any:
+        used.append(self.problem.aligned)
+        return known(self, *args)
+
+    monkeypatch.setattr(plan.ForwardPlan, "__call__", call)
+    for first in (q, shifted, q, shifted, q):
+        peakattn.attention(first, k, v)
+    assert used == [True, False, True, False, True]
 
 
 def test_no_grad_and_grad_take_turns_on_the_same_tensors() -> None:

@@ -11,7 +11,7 @@ import torch
 import peakattn
 from cases import ALL, BY_NAME, CASES, Case
 from conftest import Target
-from peakattn import reference
+from peakattn import plan, reference
 from peakattn.backends import load
 from peakattn.problem import AttentionProblem
 
@@ -82,6 +82,34 @@ def test_backward_through_lse(trainer: Target, name: str, dtype: torch.dtype, al
         dout = torch.zeros_like(dout)
     assert any(g.abs().max() > 1e-3 for g in grads)
     check(grads, inputs, dout, dlse, **case.options)
+
+
+def test_a_ready_backward_is_used_for_tensors_like_those_it_was_made_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    q, k, v = leaves(BY_NAME["full"], torch.float32, "cpu")
+    made: list[tuple[bool, tuple[int, ...]]] = []
+    used: list[bool] = []
+    known, known_call = plan.BackwardPlan.__init__, plan.BackwardPlan.__call__
+
+    def init(self: plan.BackwardPlan, problem: AttentionProblem, tensors: Any, *rest: Any) -> None:
+        made.append((problem.aligned, tensors[5].stride()))
+        known(self, problem, tensors, *rest)
+
+    def call(self: plan.BackwardPlan, *args: Any) -> None:
+        used.append(self.problem.aligned)
+        known_call(self, *args)
+
+    monkeypatch.setattr(plan.BackwardPlan, "__init__", init)
+    monkeypatch.setattr(plan.BackwardPlan, "__call__", call)
+    dout = torch.randn_like(q)
+    shifted = torch.empty(dout.numel() + 1)[1:].view(dout.shape).copy_(dout)
+    douts = [dout, dout.clone(), dout.transpose(1, 2).contiguous().transpose(1, 2), shifted, dout]
+    grads = [torch.autograd.grad(peakattn.attention(q, k, v), (q, k, v), d) for d in douts]
+    for again in grads[1:]:
+        for one, other in zip(grads[0], again, strict=True):
+            torch.testing.assert_close(one, other)
+    contiguous, moved = dout.stride(), douts[2].stride()
+    assert sorted(made) == sorted([(True, contiguous), (True, moved), (False, contiguous)])
+    assert used == [True, True, True, False, True]
 
 
 @pytest.mark.parametrize("name", ["longer_q_bottom_right", "window_past_keys", "five_by_two"])

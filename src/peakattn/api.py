@@ -13,14 +13,8 @@ from torch.compiler import is_dynamo_compiling
 
 from peakattn import dispatch, ops
 from peakattn.device import Device
-from peakattn.plan import ForwardPlan, remember
+from peakattn.plan import ForwardPlan, check_of, remember
 from peakattn.problem import AttentionProblem, check_options, check_tensors
-
-_TensorGuards: Any
-try:
-    from torch._C._dynamo.guards import TensorGuards as _TensorGuards
-except ImportError:
-    _TensorGuards = None
 
 _PLAIN = frozenset((torch.Tensor, torch.nn.Parameter))
 
@@ -29,8 +23,7 @@ _active_modes = torch._C._len_torch_dispatch_stack
 _MAX_RECENT = 4
 
 _plans: dict[Any, ForwardPlan] = {}
-# Options -> the last few plans under them, each with a check that sees types, dtypes, devices, sizes, strides,
-# requires_grad and dispatch keys of three tensors in one call; reading all that from Python costs six times as much.
+# Options -> the last few plans under them, each with a check of q, k and v.
 _recent: dict[Any, tuple[tuple[Callable[..., bool], ForwardPlan], ...]] = {}
 
 
@@ -142,9 +135,9 @@ def attention(
         softmax_scale = plan.scale
     if softcap is None:
         softcap = 0.0
-    if plan.simple and plan.addresses is not None:
+    if plan.simple is not None:
         out = torch.empty_like(q)
-        plan.addresses((q_address, k_address, v_address, out.data_ptr(), 0, softmax_scale, softcap))
+        plan.simple((q_address, k_address, v_address, out.data_ptr(), 0, softmax_scale, softcap))
         return out
     if plan.needs_grad:
         return ops.differentiable(q, k, v, (plan, softmax_scale, softcap, return_lse))
@@ -237,11 +230,11 @@ def _unprepared(
         if key is not None:
             remember(_plans, key, plan)
     # A check sees requires_grad but not the grad mode: a plan for such tensors under no_grad could be taken for training.
-    if key is not None and _TensorGuards is not None and q is given and needs_grad == requires_grad:
-        sizes = [list(x.shape) for x in (q, k, v)]
-        guard = _TensorGuards(q, k, v, dynamic_dims_sizes=sizes, dynamic_dims_strides=[list(s) for s in strides])
-        others = (pair for pair in _recent.get(options, ()) if pair[1] is not plan)
-        _recent[options] = ((guard.check, plan), *others)[:_MAX_RECENT]
+    check = check_of(q, k, v) if key is not None and q is given and needs_grad == requires_grad else None
+    if check is not None:
+        others = [pair for pair in _recent.get(options, ()) if pair[1] is not plan]
+        # Plans for any address come last: a check does not see addresses, and they would serve aligned tensors too.
+        _recent[options] = tuple(sorted([(check, plan), *others][:_MAX_RECENT], key=lambda pair: not pair[1].low_bits))
     scale, cap = plan.scale if softmax_scale is None else softmax_scale, 0.0 if softcap is None else float(softcap)
     if needs_grad:
         return ops.differentiable(q, k, v, (plan, scale, cap, return_lse))

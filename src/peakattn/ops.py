@@ -29,9 +29,11 @@ class Attention(torch.autograd.Function):
         plan, scale, softcap, return_lse = call
         out, lse = plan(q, k, v, scale, softcap)
         ctx.save_for_backward(q, k, v, out, lse)
-        ctx.set_materialize_grads(False)
         ctx.call = call
-        return (out, lse) if return_lse else out
+        if not return_lse:
+            return out
+        ctx.set_materialize_grads(False)
+        return out, lse
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -43,7 +45,7 @@ class Attention(torch.autograd.Function):
         if dout is None:
             dout = torch.zeros_like(out)
         needs = ctx.needs_input_grad[:3]
-        return (*backward(plan.problem, plan.backend, q, k, v, out, lse, dout, dlse, needs, scale, softcap), None)
+        return (*backward(plan, plan.backend, q, k, v, out, lse, dout, dlse, needs, scale, softcap), None)
 
 
 # Function.apply first unwraps arguments of torch.func transforms, which never come this way: its base goes straight on.

@@ -19,6 +19,14 @@ from peakattn import dispatch
 from peakattn.device import Device
 from peakattn.problem import AttentionProblem, is_aligned
 
+# A check that sees types, dtypes, devices, sizes, strides, requires_grad and dispatch keys of some tensors in one call;
+# reading all that from Python costs six times as much. Where torch has none, every call looks its plan up.
+_TensorGuards: Any
+try:
+    from torch._C._dynamo.guards import TensorGuards as _TensorGuards
+except ImportError:
+    _TensorGuards = None
+
 # Plans are small; the bound only keeps a process that never repeats a shape from growing without end.
 _MAX_PLANS = 4096
 
@@ -45,11 +53,21 @@ def new_lse(q: torch.Tensor) -> torch.Tensor:
     return torch.empty((q.shape[0], q.shape[2], q.shape[1]), dtype=torch.float32, device=q.device)
 
 
+def check_of(*tensors: torch.Tensor) -> Callable[..., bool] | None:
+    """Tells tensors like these from others, but for their addresses and the grad mode; None where torch cannot."""
+    if _TensorGuards is None:
+        return None
+    sizes, strides = [list(x.shape) for x in tensors], [list(x.stride()) for x in tensors]
+    check: Callable[..., bool] = _TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check
+    return check
+
+
 class ForwardPlan:
     """One forward problem, ready to be called. ``low_bits`` are those that no address of q, k or v may have set.
 
-    ``addresses``, where there is one, launches on the addresses of q, k, v, out and lse; ``simple`` says that this plan
-    needs no more than that, an ``empty_like(q)`` and no lse: the shortest road that a call can take.
+    ``addresses``, where there is one, launches on the addresses of q, k, v, out and lse; ``simple`` is the same for a plan
+    that needs no more than that, an ``empty_like(q)`` and no lse: the shortest road that a call can take.  ``backwards``
+    are the last backward plans of its calls, by what they compute, each with a check of q, k, v, out and dout.
     """
 
     __slots__ = (
@@ -58,6 +76,7 @@ class ForwardPlan:
         "_lse_like",
         "addresses",
         "backend",
+        "backwards",
         "choice",
         "low_bits",
         "needs_grad",
@@ -79,6 +98,7 @@ class ForwardPlan:
         self.problem = problem
         self.needs_grad = needs_grad
         self.backend = backend
+        self.backwards: dict[Any, tuple[Callable[..., bool], BackwardPlan]] = {}
         self.scale = 1.0 / math.sqrt(problem.head_dim)
         self.low_bits = 15 if problem.aligned else 0
         self._like = problem.head_dim_v == problem.head_dim
@@ -93,7 +113,7 @@ class ForwardPlan:
         self.choice: dispatch.Choice | None = None
         self._launch: Callable[..., None] = _no_keys
         self.addresses: Callable[[Any], None] | None = None
-        self.simple = False
+        self.simple: Callable[[Any], None] | None = None
         if problem.empty or problem.seqlen_k == 0:
             return
         device = Device.of(q.device)
@@ -103,7 +123,7 @@ class ForwardPlan:
         self.choice = choice = dispatch.choose(problem, device, backend, config)
         self._launch = prepared(choice.kernel, problem, choice.config, tensors, q.device)
         self.addresses = getattr(self._launch, "addresses", None)
-        self.simple = self.addresses is not None and self._like and not problem.return_lse
+        self.simple = self.addresses if self._like and not problem.return_lse else None
 
     def __call__(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softmax_scale: float, softcap: float
@@ -141,7 +161,7 @@ class BackwardPlan:
 
 
 def backward(
-    forward: AttentionProblem,
+    forward: AttentionProblem | ForwardPlan,
     backend: str | None,
     q: torch.Tensor,
     k: torch.Tensor,
@@ -154,13 +174,29 @@ def backward(
     softmax_scale: float,
     softcap: float,
 ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
-    """Those of dq, dk and dv that ``needs`` asks for, in the memory orders of q, k and v."""
+    """Those of dq, dk and dv that ``needs`` asks for, in the memory orders of q, k and v.
+
+    ``forward`` is the plan of the forward, or its problem where there is none.
+    """
+    known = None
+    if isinstance(forward, ForwardPlan):
+        known, forward = forward.backwards, forward.problem
     if forward.empty or forward.seqlen_k == 0:
         dq, dk, dv = (torch.zeros_like(x) if need else None for x, need in zip((q, k, v), needs, strict=True))
         return dq, dk, dv
-    dq, dk, dv = (torch.empty_like(x) if need else None for x, need in zip((q, k, v), needs, strict=True))
+    dq = torch.empty_like(q) if needs[0] else None
+    dk = torch.empty_like(k) if needs[1] else None
+    dv = torch.empty_like(v) if needs[2] else None
     if dlse is not None:
         dlse = dlse.contiguous()
+    kind = None
+    if known is not None:
+        addresses = q.data_ptr() | k.data_ptr() | v.data_ptr() | out.data_ptr() | dout.data_ptr()
+        kind = (needs, dlse is None, addresses & 15 == 0)
+        found = known.get(kind)
+        if found is not None and found[0](q, k, v, out, dout):
+            found[1](q, k, v, out, lse, dout, dlse, dq, dk, dv, softmax_scale, softcap)
+            return dq, dk, dv
     tensors = (q, k, v, out, lse, dout, dlse, dq, dk, dv)
     wide = (q, k, v, out, dout)
     aligned = all(is_aligned(x) for x in wide)
@@ -169,6 +205,10 @@ def backward(
     if plan is None:
         problem = forward.backward(needs_dq=needs[0], needs_dk=needs[1], needs_dv=needs[2], aligned=aligned)
         plan = remember(_backward_plans, key, BackwardPlan(problem, tensors, q.device, backend))
+    if known is not None:
+        check = check_of(*wide)
+        if check is not None:
+            known[kind] = check, plan
     plan(*tensors, softmax_scale, softcap)
     return dq, dk, dv
 

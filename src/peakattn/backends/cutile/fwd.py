@@ -88,7 +88,7 @@ def reject(problem: AttentionProblem, device: Device) -> str | None:
 
 
 def default_config(problem: AttentionProblem, device: Device) -> Config:
-    """sm_90: measured on an H200 on 2026-11-29 (docs/notebook/cutile.md).
+    """sm_90: the fastest of a grid on an H200, see docs/notebook/cutile.md.
 
     sm_100 and newer: the tiles that NVIDIA measured as best for such a kernel on B200 and DGX Spark.  The rest is reasoned
     from registers and spills of the compiled code, and unmeasured.
@@ -101,9 +101,7 @@ def default_config(problem: AttentionProblem, device: Device) -> Config:
     if device.arch == 90:
         if dim > 128:
             return Config(128, 128, 1, num_worker_warps=8) if problem.aligned else Config(64, 64)
-        if dim <= 64 and (problem.window_right is None or problem.seqlen_k <= 2048):
-            return Config(64, 64, 4)
-        return Config(64, 128)
+        return Config(64, 64, 4) if dim <= 64 else Config(64, 128)
     if dim > 128:
         return Config(64, 64) if device.arch in (100, 103) else Config(64, 32, 1)
     if device.arch in (100, 103) and problem.seqlen_q > 2048:
