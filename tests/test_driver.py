@@ -73,6 +73,16 @@ def test_tensor_maps_are_encoded_once_an_address(monkeypatch: pytest.MonkeyPatch
     assert [struct.unpack_from("q", v[3][1])[0] for v in fake.launches] == [0x4000, 0x4000, 0x8000, 0x4000]
 
 
+def test_of_a_new_set_of_addresses_only_the_new_ones_are_encoded(monkeypatch: pytest.MonkeyPatch) -> None:
+    maps = [driver.TensorMap(i, torch.bfloat16, (1, 64, 1, 64), (4096, 64, 64, 1), (1, 64, 1, 64), 3) for i in range(2)]
+    fake, launch = _launcher(monkeypatch, tuple(maps), [128, 128])
+    for addresses in ((0x4000, 0x5000), (0x4000, 0x6000), (0x7000, 0x5000), (0x7000, 0x6000), (0x4000, 0x5000)):
+        launch(addresses)
+    assert fake.encoded == [0x4000, 0x5000, 0x6000, 0x7000]
+    found = [tuple(struct.unpack_from("q", v)[0] for v in values) for *_, values in fake.launches]
+    assert found[3:] == [(0x7000, 0x6000), (0x4000, 0x5000)]
+
+
 def test_many_addresses_do_not_grow_the_cache_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
     tensor_map = driver.TensorMap(0, torch.float16, (1, 64, 1, 64), (4096, 64, 64, 1), (1, 64, 1, 64), 3)
     fake, launch = _launcher(monkeypatch, (tensor_map,), [128])

@@ -246,7 +246,6 @@ def launcher(kernel: Kernel, device: int) -> Callable[[Sequence[Any]], None]:
     counters = _counters(device) if any(isinstance(p, Counter) for p in changing) else None
     tensor_maps = [p for p in kernel.params if isinstance(p, TensorMap)]
     pick_mapped = _picker([p.slot for p in tensor_maps])
-    encoded: dict[tuple[int, ...], bytes] = {}
 
     maps_at = _CHANGING + 8 * len(changing)
     maps_at += -maps_at % 64
@@ -256,9 +255,14 @@ def launcher(kernel: Kernel, device: int) -> Callable[[Sequence[Any]], None]:
     pack = packed.pack_into
     free = [_Slot(kernel, packed, maps_at)]
 
+    encoded: dict[tuple[int, ...], bytes] = {}
+
+    @functools.lru_cache(_MAX_CACHED_MAPS)
+    def map_of(index: int, address: int) -> bytes:
+        return tensor_maps[index].encode(address)
+
     def encode(addresses: tuple[int, ...]) -> bytes:
-        maps = b"".join(m.encode(address) for m, address in zip(tensor_maps, addresses, strict=True))
-        encoded[addresses] = maps
+        maps = encoded[addresses] = b"".join(map(map_of, range(len(addresses)), addresses))
         while len(encoded) > _MAX_CACHED_MAPS:
             encoded.pop(next(iter(encoded)), None)
         return maps
