@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -328,3 +328,14 @@ def test_the_program_of_the_cost_study_really_tunes(kept: Path) -> None:
     assert len(found["calls"]) == 5
     assert found["timing_seconds"] > 0
     assert len(list((kept / "store").rglob("*.json"))) == 5
+
+
+def test_an_interrupted_cost_study_shows_what_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    def study(*args: Any, **options: Any) -> Iterator[tunecost.Cost]:
+        yield tunecost.Cost(0, "cold", (1.25,), 0.0, 0.0)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(tunecost, "study", study)
+    result = CliRunner().invoke(app, ["tune", "--cost", "--device", "cpu"])
+    assert result.exit_code != 0
+    assert "1.250" in result.output

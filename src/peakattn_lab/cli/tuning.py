@@ -177,10 +177,13 @@ def _cost(counts: Sequence[int], device: str) -> None:
     from peakattn_lab.tune import cost as tunecost
 
     where, facts = torch_device(device)
-    rows = []
-    with progress("measuring", tunecost.total(counts)) as step:
-        for row in tunecost.study(counts, str(where), on_step=step):
-            rows.append(row)
-    show_table(f"what tuning costs a program, seconds, {facts.name}", *tunecost.table(rows), left=2)
-    for note in tunecost.notes(rows):
-        say(note)
+    rows: list[tunecost.Cost] = []
+    try:
+        with progress("measuring", tunecost.total(counts)) as step:
+            for row in tunecost.study(counts, str(where), on_step=step):
+                rows.append(row)
+    finally:  # an interrupted study shows what it has
+        if rows:
+            show_table(f"what tuning costs a program, seconds, {facts.name}", *tunecost.table(rows), left=2)
+        for note in tunecost.notes(rows):
+            say(note)
