@@ -45,7 +45,8 @@ class Attention(torch.autograd.Function):
         if dout is None:
             dout = torch.zeros_like(out)
         needs = ctx.needs_input_grad[:3]
-        return (*backward(plan, plan.backend, q, k, v, out, lse, dout, dlse, needs, scale, softcap), None)
+        tensors = (q, k, v, out, lse, dout, dlse)
+        return (*backward(plan.problem, plan.backend, *tensors, needs, scale, softcap, plan.backwards), None)
 
 
 # Function.apply first unwraps arguments of torch.func transforms, which never come this way: its base goes straight on.

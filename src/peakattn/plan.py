@@ -17,7 +17,7 @@ import torch
 
 from peakattn import dispatch
 from peakattn.device import Device
-from peakattn.problem import AttentionProblem, is_aligned
+from peakattn.problem import AttentionProblem, is_aligned, stand_in
 
 # A check that sees types, dtypes, devices, sizes, strides, requires_grad and dispatch keys of some tensors in one call;
 # reading all that from Python costs six times as much. Where torch has none, every call looks its plan up.
@@ -102,11 +102,8 @@ class ForwardPlan:
         self.scale = 1.0 / math.sqrt(problem.head_dim)
         self.low_bits = 15 if problem.aligned else 0
         self._like = problem.head_dim_v == problem.head_dim
-        # One element that looks like an lse: empty_like of it is contiguous, and costs a third of empty with a shape.
         self._lse_like = (
-            torch.empty((1, 1, 1), dtype=torch.float32, device=q.device).expand(
-                problem.batch, problem.num_heads_q, problem.seqlen_q
-            )
+            stand_in((problem.batch, problem.num_heads_q, problem.seqlen_q), torch.float32, q.device)
             if problem.return_lse
             else None
         )
@@ -161,7 +158,7 @@ class BackwardPlan:
 
 
 def backward(
-    forward: AttentionProblem | ForwardPlan,
+    forward: AttentionProblem,
     backend: str | None,
     q: torch.Tensor,
     k: torch.Tensor,
@@ -173,14 +170,12 @@ def backward(
     needs: tuple[bool, bool, bool],
     softmax_scale: float,
     softcap: float,
+    known: dict[Any, tuple[Callable[..., bool], BackwardPlan]] | None = None,
 ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
     """Those of dq, dk and dv that ``needs`` asks for, in the memory orders of q, k and v.
 
-    ``forward`` is the plan of the forward, or its problem where there is none.
+    ``known`` is the ``backwards`` of the forward's plan: looked in first, and added to.
     """
-    known = None
-    if isinstance(forward, ForwardPlan):
-        known, forward = forward.backwards, forward.problem
     if forward.empty or forward.seqlen_k == 0:
         dq, dk, dv = (torch.zeros_like(x) if need else None for x, need in zip((q, k, v), needs, strict=True))
         return dq, dk, dv

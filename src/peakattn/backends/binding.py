@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from peakattn.backends import driver
-from peakattn.problem import AttentionProblem
+from peakattn.problem import AttentionProblem, stand_in
 
 SCALARS = ("softmax_scale", "softcap")  # run-time numbers, by name, in every kernel; they follow the tensors
 
@@ -78,8 +78,7 @@ def prepare_with_scratch(
     if not made:
         return lambda *args: None
     bound = bind_all(made, (*tensors, *scratch.values()))
-    # One element that looks like each: a prepared launch keeps no memory alive, and empty_like costs half of empty.
-    likes = [torch.empty((1,) * x.ndim, dtype=x.dtype, device=device).expand(x.shape) for x in scratch.values()]
+    likes = [stand_in(shape, dtype, device) for shape, dtype in workspace.values()]
 
     def call(*args: torch.Tensor | float | None) -> None:
         bound(*args[:-2], *map(torch.empty_like, likes), *args[-2:])
