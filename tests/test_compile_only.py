@@ -33,7 +33,7 @@ LOOP_SPILLS = {
     ("triton.bwd", 90): 1,
     ("triton.fwd", 120): 2,
     ("cutile.fwd", 86): 7,
-    ("cutile.fwd", 120): 1,
+    ("cutile.fwd", 120): 2,
     ("cutile.bwd", 90): 1,
 }
 

@@ -13,7 +13,7 @@ import torch
 import cutile_emulator as emulator
 from cases import BY_NAME, CASES, Case
 from peakattn import reference
-from peakattn.backends.cutile import bwd, fwd, toolchain
+from peakattn.backends.cutile import bwd, common, fwd
 from peakattn.device import Device
 from peakattn.problem import AttentionProblem
 
@@ -102,7 +102,8 @@ def check_backward(
 
 FWD = {
     "tall": fwd.Config(64, 16),
-    "wide": fwd.Config(16, 64),
+    "wide": fwd.Config(16, 64, block_masked=16, row_sums=16),
+    "halves": fwd.Config(32, 64, block_masked=32, row_sums=1),
     "square": fwd.Config(32, 32, k_latency=0, v_latency=0),
 }
 BWD = {"small and large": bwd.Config(16, 32, 32, 16), "large and small": bwd.Config(64, 16, 16, 64, dkdv_split=True)}
@@ -193,14 +194,23 @@ def test_softmax_of_one_key_is_one_however_large_its_score() -> None:
         assert torch.equal(out, q)
 
 
-def test_a_grid_too_long_for_one_dimension_is_folded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(toolchain, "_MAX_GRID", 5)
+def test_tiles_too_many_for_the_second_axis_of_a_grid_lie_along_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(common, "_MOST_BLOCKS", 1)
     case = BY_NAME["gqa_3"]
     q, k, v = case.inputs(torch.float16)
     check_forward(q, k, v, FWD["square"], **case.options)
     (launch,) = fwd.launches(on_a_gpu(AttentionProblem.of(q, k, v)), FWD["square"], q, k, v, q, None, 1.0, 0.0)
-    assert launch.num_blocks == 12
-    assert launch.grid == (4, 3, 1)
+    assert launch.grid[1:] == (q.shape[0] * q.shape[2], 1)
+    assert launch.constexprs["BLOCK_AXIS"] == 0
+
+
+def test_a_section_of_a_grid_has_a_number_of_heads_that_divides_all() -> None:
+    assert common.grid(10, 64, 4) == ((4, 10, 16), 1)
+    assert common.grid(10, 30, 4) == ((5, 10, 6), 1)
+    assert common.grid(10, 7, 4) == ((7, 10, 1), 1)
+    assert common.grid(70_000, 64, 4) == ((70_000, 4, 16), 0)
+    assert common.grid(10, 2**20, 4) == ((32, 10, 2**15), 1)
+    assert common.grid(10, 0, 4) == ((1, 10, 0), 1)
 
 
 def test_tf32_only_where_torch_allows_it() -> None:

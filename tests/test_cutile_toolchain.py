@@ -103,11 +103,11 @@ def test_a_bound_launch_changes_addresses_and_numbers_and_nothing_else(monkeypat
     out = torch.empty_like(q)
     (launch,) = fwd.launches(problem, CONFIG, q, k, v, out, lse, 1.0, 0.0)
     made = toolchain._kernel(launch, 0, *slots_of((q, k, v, out, lse)))
-    assert (made.grid, made.num_threads, made.shared_bytes) == ((2, 1, 1), 1, 0)
+    assert (made.grid, made.num_threads, made.shared_bytes) == ((1, 2, 1), 1, 0)
     changing = [p for p in made.params if not isinstance(p, bytes)]
     assert changing == [*(driver.Pointer(i) for i in range(5)), driver.Scalar(5), driver.Scalar(6)]
-    numbers = [struct.unpack("i", p)[0] for p in made.params[-5:] if isinstance(p, bytes)]
-    assert numbers == [1, 2, 1, 0, 10], "heads, row blocks, heads a section, left, right"
+    numbers = [struct.unpack("i", p)[0] for p in made.params[-2:] if isinstance(p, bytes)]
+    assert numbers == [0, 10], "left, right"
 
 
 def test_a_launch_that_passes_something_else_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

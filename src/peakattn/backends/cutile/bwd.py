@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -33,6 +34,7 @@ from peakattn.backends import binding, tiles
 from peakattn.backends.cutile import toolchain
 from peakattn.backends.cutile.common import (
     between,
+    grid,
     mask_arguments,
     padded,
     power_of_two,
@@ -212,38 +214,35 @@ def launches(
     made = []
 
     block_m = max(16, min(128, _ROW_ELEMENTS // block_dv))
-    num_blocks = -(-problem.seqlen_q // block_m)
+    where, block_axis = grid(-(-problem.seqlen_q // block_m), heads_q, heads_q)
     args: dict[str, Any] = {
         "out": Array(out),
         "dout": Array(dout),
         "lse": _rows_array(lse, problem.seqlen_q),
         "dlse": None if dlse is None else _rows_array(dlse, problem.seqlen_q),
         **rows,
-        "num_heads_q": problem.num_heads_q,
-        "num_m_blocks": num_blocks,
     }
     row_constexprs = {
         "BLOCK_M": block_m,
         "BLOCK_DV": block_dv,
         "HAS_DLSE": dlse is not None,
         "ACCURATE": problem.dtype == torch.float32,
+        "BLOCK_AXIS": block_axis,
     }
-    made.append(TileLaunch(_rows_code, heads_q * num_blocks, args, row_constexprs, {"opt_level": config.opt_level}))
+    made.append(TileLaunch(_rows_code, where, args, row_constexprs, {"opt_level": config.opt_level}))
 
     for some_dk, some_dv in ((dk, None), (None, dv)) if config.dkdv_split else ((dk, dv),):
         if some_dk is None and some_dv is None:
             continue
         block_m, block_n = config.dkdv_block_m, config.dkdv_block_n
-        num_blocks = -(-problem.seqlen_k // block_n)
+        section = max(tiles.heads_per_section(problem) // problem.group, 1)
+        where, block_axis = grid(-(-problem.seqlen_k // block_n), heads_kv, section)
         args = {
             **inputs,
             "dk": None if some_dk is None else Array(some_dk),
             "dv": None if some_dv is None else Array(some_dv),
             **rows,
             **scalars,
-            "num_heads": heads_kv,
-            "num_n_blocks": num_blocks,
-            "section": max(tiles.heads_per_section(problem) // problem.group, 1),
             **bounds,
         }
         blocks = {
@@ -253,20 +252,18 @@ def launches(
             "NEEDS_DK": some_dk is not None,
             "NEEDS_DV": some_dv is not None,
             "LATENCY": config.dkdv_latency,
+            "BLOCK_AXIS": block_axis,
         }
-        made.append(TileLaunch(_dkdv_code, heads_kv * num_blocks, args, constexprs | blocks, config.dkdv_hints))
+        made.append(TileLaunch(_dkdv_code, where, args, constexprs | blocks, config.dkdv_hints))
 
     if dq is not None:
         block_m, block_n = config.dq_block_m, config.dq_block_n
-        num_blocks = -(-problem.seqlen_q // block_m)
+        where, block_axis = grid(-(-problem.seqlen_q // block_m), heads_q, tiles.heads_per_section(problem))
         args = {
             **inputs,
             "dq": Array(dq),
             **rows,
             **scalars,
-            "num_heads": heads_q,
-            "num_m_blocks": num_blocks,
-            "section": tiles.heads_per_section(problem),
             **bounds,
         }
         blocks = {
@@ -274,9 +271,10 @@ def launches(
             "BLOCK_N": block_n,
             "EVEN_N": problem.seqlen_k % block_n == 0,
             "LATENCY": config.dq_latency,
+            "BLOCK_AXIS": block_axis,
         }
-        made.append(TileLaunch(_dq_code, heads_q * num_blocks, args, constexprs | blocks, config.dq_hints))
-    return [launch for launch in made if launch.num_blocks]
+        made.append(TileLaunch(_dq_code, where, args, constexprs | blocks, config.dq_hints))
+    return [launch for launch in made if math.prod(launch.grid)]
 
 
 def prepare(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -9,6 +10,8 @@ import torch
 from peakattn.backends import tiles
 from peakattn.device import Device
 from peakattn.problem import AttentionProblem
+
+_MOST_BLOCKS = 65535  # on the second and the third axis of a grid
 
 
 def unsupported(problem: AttentionProblem, device: Device) -> str | None:
@@ -38,6 +41,21 @@ def between(name: str, value: Any, low: int, high: int, meaning: str) -> None:
 def worker_warps(name: str, value: Any) -> None:
     if value not in (0, 4, 8):
         raise ValueError(f"{name} is {value!r}; allowed are 4, 8, or 0 for the compiler's choice.")
+
+
+def grid(num_blocks: int, num_heads: int, section: int) -> tuple[tuple[int, int, int], int]:
+    """A grid of ``num_blocks`` tiles of each head, and which of its axes counts the tiles.
+
+    Blocks start along the first axis first: a tile of each head of a section, the next tile of them all, the next section.
+    A section is as near to ``section`` heads as a divisor of all heads can be, so that no block computes a division to
+    find its place.  Tiles that are too many for the second axis lie along the first.
+    """
+    below = range(1, math.isqrt(num_heads) + 1)
+    divisors = [n for i in below if num_heads % i == 0 for n in (i, num_heads // i) if num_heads // n <= _MOST_BLOCKS]
+    heads = min(divisors, key=lambda n: abs(math.log(n / section)), default=1)
+    if num_blocks <= _MOST_BLOCKS:
+        return (heads, num_blocks, num_heads // heads), 1
+    return (num_blocks, heads, num_heads // heads), 0
 
 
 def mask_arguments(problem: AttentionProblem) -> tuple[dict[str, int], dict[str, bool]]:

@@ -36,14 +36,25 @@ def probability(difference, ACCURATE):
     return ct.exp2(difference, flush_to_zero=True)
 
 
+def score_gradient(s, dp, row_lse, row_delta, qk_scale, cap_scale, softcap, SOFTCAP, ACCURATE):
+    """ds of a score and of the gradient dp of its probability."""
+    if SOFTCAP:
+        t = tanh(s * cap_scale, ACCURATE)
+        s = softcap * t
+    ds = probability(s * qk_scale + row_lse, ACCURATE) * (dp + row_delta)
+    if SOFTCAP:
+        ds = ds * (1.0 - t * t)
+    return ds
+
+
 @ct.kernel
 def attention_bwd_rows_kernel(
-    out, dout, lse, dlse, neg_delta, neg_lse, num_heads_q, num_m_blocks, BLOCK_M, BLOCK_DV, HAS_DLSE, ACCURATE
+    out, dout, lse, dlse, neg_delta, neg_lse, BLOCK_M, BLOCK_DV, HAS_DLSE, ACCURATE, BLOCK_AXIS
 ):  # fmt: skip
     """-delta and -lse, for 16-bit tensors in base 2, so that the other two functions add instead of subtract."""
-    m_block, head = program_block(num_m_blocks, num_heads_q * out.shape[0], 1, False)
-    batch = head // num_heads_q
-    head_q = head % num_heads_q
+    m_block, head = program_block(BLOCK_AXIS, False)
+    batch = head // out.shape[1]
+    head_q = head % out.shape[1]
     o = load_rows(out, batch, head_q, m_block, BLOCK_M, BLOCK_DV, True, 0).astype(ct.float32)
     do = load_rows(dout, batch, head_q, m_block, BLOCK_M, BLOCK_DV, True, 0).astype(ct.float32)
     delta = ct.sum(o * do, 1, keepdims=True).reshape((1, BLOCK_M))
@@ -60,15 +71,14 @@ def attention_bwd_rows_kernel(
 
 @ct.kernel
 def attention_bwd_dkdv_kernel(
-    q, k, v, dout, dk, dv, neg_delta, neg_lse, softmax_scale, softcap, num_heads, num_n_blocks, section,
-    left, right,
+    q, k, v, dout, dk, dv, neg_delta, neg_lse, softmax_scale, softcap, left, right,
     GROUP, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, HAS_LEFT, HAS_RIGHT, SOFTCAP, ACCURATE, TF32, BLOCK_M, BLOCK_N, EVEN_M,
-    NEEDS_DK, NEEDS_DV, LATENCY,
+    NEEDS_DK, NEEDS_DV, LATENCY, BLOCK_AXIS,
 ):  # fmt: skip
     seqlen_q = q.shape[2]
     seqlen_k = k.shape[2]
     # Under a causal mask the first key blocks meet the most rows, and are started first.
-    n_block, head = program_block(num_n_blocks, num_heads, section, False)
+    n_block, head = program_block(BLOCK_AXIS, False)
     batch = head // k.shape[1]
     head_kv = head % k.shape[1]
     n_offset = n_block * BLOCK_N
@@ -165,12 +175,7 @@ def repair(
         for key in range(first_key, last_key):
             s = products_with_row(q, k, batch, head_q, head_kv, m_block, key, BLOCK_M, BLOCK_D, PART)
             dp = products_with_row(dout, v, batch, head_q, head_kv, m_block, key, BLOCK_M, BLOCK_DV, PART)
-            if SOFTCAP:
-                t = tanh(s * cap_scale, ACCURATE)
-                s = softcap * t
-            ds = probability(s * qk_scale + row_lse, ACCURATE) * (dp + row_delta)
-            if SOFTCAP:
-                ds = ds * (1.0 - t * t)
+            ds = score_gradient(s, dp, row_lse, row_delta, qk_scale, cap_scale, softcap, SOFTCAP, ACCURATE)
             seen = visible(rows, key, last_key, left, right, HAS_LEFT, HAS_RIGHT)
             acc = acc + ct.where(seen, ds * load_part(k, batch, head_kv, key, part, 1, PART), 0.0)
         store_dq(dq, batch, head_q, m_block, part, acc, softmax_scale, BLOCK_M, PART)
@@ -178,20 +183,19 @@ def repair(
 
 @ct.kernel
 def attention_bwd_dq_kernel(
-    q, k, v, dout, dq, neg_delta, neg_lse, softmax_scale, softcap, num_heads, num_m_blocks, section,
-    left, right,
+    q, k, v, dout, dq, neg_delta, neg_lse, softmax_scale, softcap, left, right,
     GROUP, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, HAS_LEFT, HAS_RIGHT, SOFTCAP, ACCURATE, TF32, BLOCK_M, BLOCK_N, EVEN_N,
-    LATENCY,
+    LATENCY, BLOCK_AXIS,
 ):  # fmt: skip
     seqlen_q = q.shape[2]
     seqlen_k = k.shape[2]
-    m_block, head = program_block(num_m_blocks, num_heads, section, HAS_RIGHT)
+    m_block, head = program_block(BLOCK_AXIS, HAS_RIGHT)
     batch = head // q.shape[1]
     head_q = head % q.shape[1]
     head_kv = head_q // GROUP
     m_offset = m_block * BLOCK_M
     n_block_min, full_min, full_max, n_block_max = key_blocks(
-        m_offset, seqlen_q, seqlen_k, left, right, BLOCK_M, BLOCK_N, HAS_LEFT, HAS_RIGHT
+        m_offset, seqlen_q, seqlen_k, left, right, BLOCK_M, BLOCK_N, BLOCK_N, HAS_LEFT, HAS_RIGHT
     )
     qk_scale, cap_scale = scales(softmax_scale, softcap, SOFTCAP, ACCURATE)
 
@@ -214,12 +218,7 @@ def attention_bwd_dq_kernel(
                 start = ct.zeros((BLOCK_M, BLOCK_N), dtype=ct.float32)
                 s = ct.mma(operand(q_tile, TF32), operand(ct.transpose(k_tile), TF32), start)
                 dp = ct.mma(operand(dout_tile, TF32), operand(ct.transpose(v_tile), TF32), start)
-                if SOFTCAP:
-                    t = tanh(s * cap_scale, ACCURATE)
-                    s = softcap * t
-                ds = probability(s * qk_scale + row_lse, ACCURATE) * (dp + row_delta)
-                if SOFTCAP:
-                    ds = ds * (1.0 - t * t)
+                ds = score_gradient(s, dp, row_lse, row_delta, qk_scale, cap_scale, softcap, SOFTCAP, ACCURATE)
                 if PHASE != 1:
                     keys = n_block * BLOCK_N + columns
                     seen = visible(rows, keys, seqlen_k, left, right, HAS_LEFT, HAS_RIGHT)

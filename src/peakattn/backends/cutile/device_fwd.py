@@ -29,22 +29,21 @@ def row_scales(m, qk_scale, power_scale):
     return ct.where(ct.abs(m) * qk_scale < EXACT, qk_scale, power_scale)
 
 
-def softmax(s, m_i, shift_i, l_i, qk_scale, power_scale, MASK):
-    """Weights of a score tile, and the running maximum, its scaled value, the sum, and the factor for what came before.
+def new_shift(s, m_i, qk_scale, power_scale, MASK):
+    """The running maximum with these scores, the factor of the scores, and what their exponents are shifted by.
 
-    The weight is exp2(s * qk_scale - shift) in one FMA, with shift = max * qk_scale rounded.  The rounding is the same
-    for the whole row and cancels, unless it is so large that exp2 of it overflows: such rows use the power of two above
-    qk_scale, with which the product is exact.  Their scores differ by more than rounding or not at all.
+    A weight is exp2(s * factor - shift) in one FMA, with shift = max * factor rounded.  The rounding is the same for the
+    whole row and cancels, unless it is so large that exp2 of it overflows: such rows use the power of two above qk_scale,
+    with which the product is exact.  Their scores differ by more than rounding or not at all.  The last is the shift to
+    subtract: 0 where no key was seen yet, since -inf - -inf would be NaN.
     """
     m_new = ct.maximum(m_i, ct.max(s, 1, keepdims=True))
-    row_scale = row_scales(m_new, qk_scale, power_scale)
-    shift = m_new * row_scale
+    factor = row_scales(m_new, qk_scale, power_scale)
+    shift = m_new * factor
     origin = shift
     if MASK:
         origin = ct.where(m_new == -math.inf, 0.0, shift)
-    p = ct.exp2(s * row_scale - origin, flush_to_zero=True)
-    alpha = ct.exp2(shift_i - origin, flush_to_zero=True)
-    return p, m_new, shift, l_i * alpha + ct.sum(p, 1, keepdims=True), alpha
+    return m_new, factor, shift, origin
 
 
 def repair(
@@ -76,53 +75,57 @@ def store_output(out, batch, head_q, m_block, part, acc, total, BLOCK_M, BLOCK_P
 
 @ct.kernel
 def attention_fwd_kernel(
-    q, k, v, out, lse, softmax_scale, softcap, num_heads, num_m_blocks, section, left, right,
-    GROUP, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, HAS_LEFT, HAS_RIGHT, EVEN_N, SOFTCAP, ACCURATE, TF32,
-    STORE_LSE, K_LATENCY, V_LATENCY,
+    q, k, v, out, lse, softmax_scale, softcap, left, right,
+    GROUP, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, BLOCK_MASKED, ROW_SUMS, HAS_LEFT, HAS_RIGHT,
+    EVEN_N, SOFTCAP, ACCURATE, TF32, STORE_LSE, K_LATENCY, V_LATENCY, BLOCK_AXIS,
 ):  # fmt: skip
     seqlen_q = q.shape[2]
     seqlen_k = k.shape[2]
-    m_block, head = program_block(num_m_blocks, num_heads, section, HAS_RIGHT)
+    m_block, head = program_block(BLOCK_AXIS, HAS_RIGHT)
     batch = head // q.shape[1]
     head_q = head % q.shape[1]
     head_kv = head_q // GROUP
     m_offset = m_block * BLOCK_M
-    n_block_min, full_min, full_max, n_block_max = key_blocks(
-        m_offset, seqlen_q, seqlen_k, left, right, BLOCK_M, BLOCK_N, HAS_LEFT, HAS_RIGHT
+    n_min, full_min, full_max, n_max = key_blocks(
+        m_offset, seqlen_q, seqlen_k, left, right, BLOCK_M, BLOCK_N, BLOCK_MASKED, HAS_LEFT, HAS_RIGHT
     )
     qk_scale, cap_scale = scales(softmax_scale, softcap, SOFTCAP, False)
     power_scale = ct.bitcast((ct.bitcast(qk_scale, ct.int32) & 0x7F800000) + 0x00800000, ct.float32)
 
     rows = m_offset + ct.arange(BLOCK_M, dtype=ct.int32)[:, None]
-    columns = ct.arange(BLOCK_N, dtype=ct.int32)[None, :]
     m_i = ct.full((BLOCK_M, 1), -math.inf, dtype=ct.float32)
     shift_i = ct.full((BLOCK_M, 1), -math.inf, dtype=ct.float32)
-    l_i = ct.zeros((BLOCK_M, 1), dtype=ct.float32)
+    l_i = ct.zeros((BLOCK_M, ROW_SUMS), dtype=ct.float32)
     acc = ct.zeros((BLOCK_M, BLOCK_DV), dtype=ct.float32)
     q_tile = load_rows(q, batch, head_q, m_block, BLOCK_M, BLOCK_D, True, 0)
 
     # 0: the left edge of a window, 1: no mask, 2: the right edge or the end of the keys.
+    RATIO = ct.static_eval(BLOCK_N // BLOCK_MASKED)
+    left_end = full_min * RATIO
+    right_begin = ct.maximum(full_max * RATIO, n_min)
     for PHASE in ct.static_iter(range(3)):
         if (PHASE == 0 and HAS_LEFT) or PHASE == 1 or (PHASE == 2 and (HAS_RIGHT or not EVEN_N)):
-            begin = ct.static_eval((n_block_min, full_min, full_max)[PHASE])
-            end = ct.static_eval((full_min, full_max, n_block_max)[PHASE])
+            begin = ct.static_eval((n_min, full_min, right_begin)[PHASE])
+            end = ct.static_eval((left_end, full_max, n_max)[PHASE])
+            WIDTH = ct.static_eval(BLOCK_N if PHASE == 1 else BLOCK_MASKED)
+            columns = ct.arange(WIDTH, dtype=ct.int32)[None, :]
             for n_block in range(begin, end):
-                k_tile = load_columns(
-                    k, batch, head_kv, n_block, BLOCK_N, BLOCK_D, PHASE != 1 or BLOCK_D != HEAD_DIM, K_LATENCY
-                )
-                s = ct.mma(operand(q_tile, TF32), operand(k_tile, TF32), ct.zeros((BLOCK_M, BLOCK_N), dtype=ct.float32))
+                k_tile = load_columns(k, batch, head_kv, n_block, WIDTH, BLOCK_D, PHASE != 1 or BLOCK_D != HEAD_DIM, K_LATENCY)
+                s = ct.mma(operand(q_tile, TF32), operand(k_tile, TF32), ct.zeros((BLOCK_M, WIDTH), dtype=ct.float32))
                 if SOFTCAP:
                     s = softcap * tanh(s * cap_scale, ACCURATE)
                 if PHASE != 1:
-                    keys = n_block * BLOCK_N + columns
-                    seen = visible(rows, keys, seqlen_k, left, right, HAS_LEFT, HAS_RIGHT)
+                    seen = visible(rows, n_block * WIDTH + columns, seqlen_k, left, right, HAS_LEFT, HAS_RIGHT)
                     s = ct.where(seen, s, -math.inf)
-                p, m_i, shift_i, l_i, alpha = softmax(s, m_i, shift_i, l_i, qk_scale, power_scale, PHASE != 1)
-                v_tile = load_rows(
-                    v, batch, head_kv, n_block, BLOCK_N, BLOCK_DV, PHASE != 1 or BLOCK_DV != HEAD_DIM_V, V_LATENCY
-                )
+                m_i, factor, shift, origin = new_shift(s, m_i, qk_scale, power_scale, PHASE != 1)
+                alpha = ct.exp2(shift_i - origin, flush_to_zero=True)
+                shift_i = shift
+                p = ct.exp2(s * factor - origin, flush_to_zero=True)
+                l_i = l_i * alpha + ct.sum(p.reshape((BLOCK_M, WIDTH // ROW_SUMS, ROW_SUMS)), 1)
+                v_tile = load_rows(v, batch, head_kv, n_block, WIDTH, BLOCK_DV, PHASE != 1 or BLOCK_DV != HEAD_DIM_V, V_LATENCY)
                 acc = ct.mma(operand(p.astype(v.dtype), TF32), operand(v_tile, TF32), acc * alpha)
 
+    l_i = ct.sum(l_i, 1, keepdims=True)
     # A row without a visible key has sum 0 and keeps its acc of 0.
     total = ct.where(l_i == 0.0, 1.0, l_i)
     if STORE_LSE:
@@ -136,7 +139,7 @@ def attention_fwd_kernel(
         if any_nan(acc):
             repair(
                 q, k, v, out, batch, head_q, head_kv, m_block, rows,
-                n_block_min * BLOCK_N, ct.minimum(n_block_max * BLOCK_N, seqlen_k),
+                n_min * BLOCK_MASKED, ct.minimum(n_max * BLOCK_MASKED, seqlen_k),
                 m_i, shift_i, total, left, right, qk_scale, power_scale, cap_scale, softcap,
                 BLOCK_M, BLOCK_D, BLOCK_DV, HAS_LEFT, HAS_RIGHT, SOFTCAP, ACCURATE,
             )  # fmt: skip

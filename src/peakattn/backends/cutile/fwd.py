@@ -28,6 +28,7 @@ from peakattn.backends.binding import Bound
 from peakattn.backends.cutile import toolchain
 from peakattn.backends.cutile.common import (
     between,
+    grid,
     mask_arguments,
     padded,
     power_of_two,
@@ -52,6 +53,9 @@ class Config:
     ``occupancy`` is how many blocks of an SM the compiler makes room for, ``num_ctas`` how many SMs share a tile;
     a latency says how far ahead K and V are worth loading, 0 leaves it to the compiler, and so does 0 for
     ``num_worker_warps``.
+
+    ``block_masked`` is the width of the key blocks that a mask cuts, 0 that of the others.  The sum of a row is kept as
+    ``row_sums`` sums until the loops end: 8 and more are added within a thread, and many do not wait for each other.
     """
 
     block_m: int
@@ -62,6 +66,8 @@ class Config:
     v_latency: int = 4
     num_worker_warps: int = 0
     opt_level: int = 3
+    block_masked: int = 0
+    row_sums: int = 1
 
     def __post_init__(self) -> None:
         power_of_two("block_m", self.block_m, 16, 256)
@@ -72,6 +78,9 @@ class Config:
         for name in ("k_latency", "v_latency"):
             between(name, getattr(self, name), 0, 10, "where 0 is the compiler's own choice")
         worker_warps("num_worker_warps", self.num_worker_warps)
+        if self.block_masked:
+            power_of_two("block_masked", self.block_masked, 16, self.block_n)
+        power_of_two("row_sums", self.row_sums, 1, 64)
 
     @property
     def hints(self) -> dict[str, Any]:
@@ -100,8 +109,10 @@ def default_config(problem: AttentionProblem, device: Device) -> Config:
         return Config(16, 64 if dim <= 128 else 32)
     if device.arch == 90:
         if dim > 128:
-            return Config(128, 128, 1, num_worker_warps=8) if problem.aligned else Config(64, 64)
-        return Config(64, 64, 4) if dim <= 64 else Config(64, 128)
+            return Config(128, 128, 1, num_worker_warps=8, row_sums=32) if problem.aligned else Config(64, 64)
+        if dim > 64:
+            return Config(64, 128, block_masked=64, row_sums=64)
+        return Config(64, 64, 4, row_sums=16 if problem.window_right is None else 8)
     if dim > 128:
         return Config(64, 64) if device.arch in (100, 103) else Config(64, 32, 1)
     if device.arch in (100, 103) and problem.seqlen_q > 2048:
@@ -112,8 +123,8 @@ def default_config(problem: AttentionProblem, device: Device) -> Config:
 def search_space(problem: AttentionProblem, device: Device) -> Iterable[Config]:
     """Tiles whose scores and output fit the registers that an occupancy leaves a thread, each with a few hints."""
     dims = padded(problem.head_dim), padded(problem.head_dim_v)
-    for block_m, block_n, occupancy, warps, latencies in itertools.product(
-        (16, 32, 64, 128, 256), (16, 32, 64, 128, 256), (1, 2, 3, 4), (0, 8), ((2, 4), (1, 1))
+    for block_m, block_n, occupancy, warps, (row_sums, narrower) in itertools.product(
+        (16, 32, 64, 128, 256), (16, 32, 64, 128, 256), (1, 2, 3, 4), (0, 8), ((1, 1), (8, 1), (16, 1), (32, 1), (64, 2))
     ):
         # Of a tile with fewer rows than the query has, or fewer keys, only the smallest that holds them makes sense.
         if block_m > padded(problem.seqlen_q) or block_n > padded(problem.seqlen_k):
@@ -123,7 +134,10 @@ def search_space(problem: AttentionProblem, device: Device) -> Iterable[Config]:
         shared = problem.dtype.itemsize * (block_m * dims[0] + block_n * sum(dims))
         if device.type == "cuda" and shared * occupancy > device.smem_per_sm:
             continue
-        config = Config(block_m, block_n, occupancy, 1, *latencies, num_worker_warps=warps)
+        block_masked = 0 if narrower == 1 else block_n // narrower
+        if row_sums > (block_masked or block_n):
+            continue
+        config = Config(block_m, block_n, occupancy, num_worker_warps=warps, block_masked=block_masked, row_sums=row_sums)
         computing = 32 * (warps or _WARPS)
         granted = (_SM_REGISTERS // occupancy - _OTHER_THREADS * _OTHER_REGISTERS) // computing
         if registers_needed(problem, config) <= min(granted, _MOST_REGISTERS):
@@ -131,9 +145,10 @@ def search_space(problem: AttentionProblem, device: Device) -> Iterable[Config]:
 
 
 def registers_needed(problem: AttentionProblem, config: Config) -> int:
-    """Of a thread that computes: scores and output are in registers at one time, beside some that any config needs."""
+    """Of a thread that computes: scores, sums and output are in registers at one time, beside some that any config needs."""
     rows = config.block_m // config.num_ctas
-    return rows * (config.block_n + padded(problem.head_dim_v)) // (32 * (config.num_worker_warps or _WARPS)) + 32
+    numbers = config.block_n + config.row_sums + padded(problem.head_dim_v)
+    return rows * numbers // (32 * (config.num_worker_warps or _WARPS)) + 24
 
 
 def _device_code() -> Any:
@@ -156,8 +171,9 @@ def launches(
     """The one launch of this kernel; nothing when there is no output."""
     if problem.empty:
         return []
-    num_heads = problem.batch * problem.num_heads_q
     num_m_blocks = -(-problem.seqlen_q // config.block_m)
+    heads = problem.batch * problem.num_heads_q
+    where, block_axis = grid(num_m_blocks, heads, tiles.heads_per_section(problem))
     bounds, flags = mask_arguments(problem)
     args: dict[str, Any] = {
         "q": Array(q),
@@ -167,9 +183,6 @@ def launches(
         "lse": None if lse is None else Array(lse, (0, 1, 2), ()),
         "softmax_scale": softmax_scale,
         "softcap": softcap,
-        "num_heads": num_heads,
-        "num_m_blocks": num_m_blocks,
-        "section": tiles.heads_per_section(problem),
         **bounds,
     }
     constexprs = {
@@ -180,6 +193,8 @@ def launches(
         "BLOCK_DV": padded(problem.head_dim_v),
         "BLOCK_M": config.block_m,
         "BLOCK_N": config.block_n,
+        "BLOCK_MASKED": config.block_masked or config.block_n,
+        "ROW_SUMS": min(config.row_sums, config.block_masked or config.block_n),
         **flags,
         "EVEN_N": problem.seqlen_k % config.block_n == 0,
         "SOFTCAP": problem.softcap,
@@ -188,8 +203,9 @@ def launches(
         "STORE_LSE": lse is not None,
         "K_LATENCY": config.k_latency,
         "V_LATENCY": config.v_latency,
+        "BLOCK_AXIS": block_axis,
     }
-    return [TileLaunch(_device_code, num_m_blocks * num_heads, args, constexprs, config.hints)]
+    return [TileLaunch(_device_code, where, args, constexprs, config.hints)]
 
 
 def prepare(

@@ -10,23 +10,20 @@ LN2 = 0.6931471805599453
 PADDING = {True: ct.PaddingMode.ZERO, False: ct.PaddingMode.UNDETERMINED}
 
 
-def program_block(num_blocks, num_heads, section, LAST_FIRST):
-    """This block's index and head: a section of heads at a time, and in a section block by block over its heads."""
-    # A grid wider than one dimension may be is folded, and its surplus repeats the last block.
-    pid = ct.minimum(ct.bid(0) + ct.bid(1) * ct.num_blocks(0), num_blocks * num_heads - 1)
-    first_head = pid // (num_blocks * section) * section
-    width = ct.minimum(num_heads - first_head, section)
-    rest = pid - first_head * num_blocks
-    block = rest // width
+def program_block(BLOCK_AXIS, LAST_FIRST):
+    """This block's index and head, on a grid that ``common.grid`` made."""
+    HEAD_AXIS = ct.static_eval(1 - BLOCK_AXIS)
+    block = ct.bid(BLOCK_AXIS)
     if LAST_FIRST:
-        block = num_blocks - 1 - block
-    return block, first_head + rest % width
+        block = ct.num_blocks(BLOCK_AXIS) - 1 - block
+    return block, ct.bid(2) * ct.num_blocks(HEAD_AXIS) + ct.bid(HEAD_AXIS)
 
 
-def key_blocks(m_offset, seqlen_q, seqlen_k, left, right, BLOCK_M, BLOCK_N, HAS_LEFT, HAS_RIGHT):
-    """Key blocks that the rows from m_offset see: n_block_min <= full_min <= full_max <= n_block_max.
+def key_blocks(m_offset, seqlen_q, seqlen_k, left, right, BLOCK_M, BLOCK_N, BLOCK_MASKED, HAS_LEFT, HAS_RIGHT):
+    """Edges of the key blocks that the rows from m_offset see: n_min, full_min, full_max, n_max.
 
-    Between full_min and full_max every row sees every key, so nothing is masked there.
+    Blocks full_min to full_max, of BLOCK_N keys, are seen whole by every row.  Those on both sides of them are masked, and
+    counted in blocks of BLOCK_MASKED keys, which divides BLOCK_N.
     """
     last_row = ct.minimum(m_offset + BLOCK_M, seqlen_q) - 1
     end = seqlen_k
@@ -39,11 +36,12 @@ def key_blocks(m_offset, seqlen_q, seqlen_k, left, right, BLOCK_M, BLOCK_N, HAS_
     if HAS_LEFT:
         start = ct.maximum(m_offset - left, 0)
         full_start = ct.maximum(last_row - left, 0)
-    n_block_min = start // BLOCK_N
-    n_block_max = ct.maximum(ct.cdiv(end, BLOCK_N), n_block_min)
-    full_min = ct.minimum(ct.cdiv(full_start, BLOCK_N), n_block_max)
-    full_max = ct.maximum(ct.minimum(full_end // BLOCK_N, n_block_max), full_min)
-    return n_block_min, full_min, full_max, n_block_max
+    n_min = start // BLOCK_MASKED
+    n_max = ct.maximum(ct.cdiv(end, BLOCK_MASKED), n_min)
+    whole = n_max // ct.static_eval(BLOCK_N // BLOCK_MASKED)
+    full_min = ct.minimum(ct.cdiv(full_start, BLOCK_N), whole)
+    full_max = ct.maximum(ct.minimum(full_end // BLOCK_N, whole), full_min)
+    return n_min, full_min, full_max, n_max
 
 
 def visible(rows, keys, seqlen_k, left, right, HAS_LEFT, HAS_RIGHT):

@@ -43,7 +43,6 @@ _PACKAGE = "cuda-tile"
 _MIN_VERSION = (1, 6)
 # The compiler's three packages; cuda.tile leaves them aside unless their versions agree in the first two numbers.
 _COMPILER = ("nvidia-cuda-tileiras", "nvidia-cuda-nvcc", "nvidia-nvvm")
-_MAX_GRID = 2**24 - 1
 _ALIGNED_BYTES = 16
 _INT32_MAX = 2**31 - 1
 # Records of a parameter in a kernel's .nv.info section, and where their last word has its size. Which of the two a
@@ -101,15 +100,10 @@ class TileLaunch:
     """One launch of a tile function: run-time arguments in order, then compile-time constants in order."""
 
     device_code: Callable[[], Any]  # imports the tile function and returns it; called only to compile
-    num_blocks: int
+    grid: tuple[int, int, int]
     args: dict[str, Any]  # Array, int (32 bits), float or None
     constexprs: dict[str, Any]
     hints: dict[str, Any] = field(default_factory=dict)  # keywords of cuda.tile.kernel
-
-    @property
-    def grid(self) -> tuple[int, int, int]:
-        rows = -(-self.num_blocks // _MAX_GRID)
-        return (-(-self.num_blocks // rows), rows, 1)
 
 
 @functools.cache

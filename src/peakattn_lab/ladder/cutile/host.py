@@ -16,6 +16,8 @@ from peakattn.device import Device
 from peakattn.problem import AttentionProblem
 from peakattn_lab.ladder import hosting
 
+_MOST_BLOCKS = 2**24 - 1
+
 
 @dataclass(frozen=True)
 class Config:
@@ -86,10 +88,9 @@ def launch_of(
         "num_worker_warps": config.num_worker_warps or None,
     }
     blocks = -(-problem.seqlen_q // config.block_m) * problem.batch * problem.num_heads_q
-    launch = TileLaunch(device_code, blocks, args, constexprs, hints)
-    if launch.grid[1] > 1:
+    if blocks > _MOST_BLOCKS:
         raise ValueError(f"{blocks} blocks are more than a grid's first dimension takes; the library's kernel takes them.")
-    return [launch]
+    return [TileLaunch(device_code, (blocks, 1, 1), args, constexprs, hints)]
 
 
 # launch and prepare of the kernel contract, for a rung that describes its launches.
