@@ -26,10 +26,10 @@ PREDICTION = (
     "prefer less, because a launch then has fewer programs than the GPU has places."
 )
 WHY = (
-    "Predicted a few percent, measured 1.32 x full at 1k, 4k and 16k and 1.40 x causal 1k: the prediction fails. The list "
-    "chose 64 x 64 with 4 warps at every length; a warp's loop is the same (588 instructions for 584), but two such blocks fit "
-    "on an SM, where one of 128 x 64 did, so one block's softmax can run while the other's products do. That reading is from "
-    "the occupancy, not from a profile."
+    "Predicted a few percent, measured 1.31 to 1.33 x full and 1.40 to 1.45 x causal: the prediction fails. The list "
+    "chose 64 x 64 with 4 warps at every length; a warp's loop is the same (588 instructions for 584), but two such "
+    "blocks fit on an SM, where one of 128 x 64 did, so one block's softmax can run while the other's products do. "
+    "That reading is from the occupancy, not from a profile."
 )
 PUBLISHED: dict[str, str] = {
     "full 512": "1.09 x the fixed config",

@@ -26,10 +26,10 @@ PREDICTION = (
     "where a wide tile computes more of the diagonal in vain."
 )
 WHY = (
-    "Predicted a few percent from 128 keys a tile, measured none: the wider list chose 64 x 64 with 3 stages again on all four "
-    "problems, so the code is that of step 5 and the ratios are 1.00 (unclear at 4k and 16k). The prediction fails, it seems, "
-    "because 64 x 128 needs 144 KiB of shared memory, and tiles of 128 rows too many registers, for the two blocks on an SM "
-    "that the chosen tile has."
+    "Predicted a few percent from 128 keys a tile, measured none: the wider list chose 64 x 64 with 3 stages again on "
+    "all six problems, so the code is that of step 5 and the ratios are 0.98 to 1.04, which is the noise of the run. "
+    "The prediction fails, it seems, because 64 x 128 needs 144 KiB of shared memory, and tiles of 128 rows too many "
+    "registers, for the two blocks on an SM that the chosen tile has."
 )
 PUBLISHED: dict[str, str] = {
     "full": "90.2 % of the tensor cores' peak, SDPA: 89.2 %",
