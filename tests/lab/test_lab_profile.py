@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -12,7 +14,9 @@ import torch
 from typer.testing import CliRunner
 
 from peakattn import dispatch
-from peakattn_lab import cli, inspection, problems, records
+from peakattn.device import Device
+from peakattn_lab import cli, inspection, ladder, problems, records
+from peakattn_lab.cli import laddering
 from peakattn_lab.profiling import checklist, counters, diagnosis, profilers, tables, target, timeline
 from peakattn_lab.profiling.target import Found, Job, Launch
 from peakattn_lab.roofline import traffic
@@ -400,6 +404,44 @@ def test_what_is_missing_is_told_apart(ncu, tmp_path, monkeypatch):
 # Records.
 
 
+def test_rungs_stand_in_rows_and_are_recorded_by_their_source(tmp_path):
+    made = []
+    for step in (1, 2):
+        (rung,) = ladder.rungs("triton", [str(step)])
+        job = JOB.model_copy(update={"kernel": None, "rung": rung.id})
+        made.append(profilers.Profile(job, (launch(),), "ncu 2025.3.1", FOUND))
+        row = made[-1].record("0" * 40)
+        assert (row.contender, row.kernel, row.kernel_hash) == (rung.id, None, rung.source_hash)
+    _, header, rows = tables.side_by_side(tables.columns_of(made))
+    assert [row[0] for row in rows] == ["ladder.triton.step1", "ladder.triton.step2"]
+    assert {"compute (SM), %", "memory, %", "tensor pipe active, %"} <= set(header)
+    assert all(len(row) == len(header) for row in rows)
+
+
+IN_THE_INTERPRETER = """
+import sys
+from peakattn_lab.profiling import target
+target.marked = lambda call, calls, name: call()
+target.main(*sys.argv[1:])
+"""
+
+
+@needs_triton
+def test_the_child_checks_a_rung_and_tells_its_config(tmp_path):
+    problem = problems.make(64, 16, batch=1, heads=1, dtype=torch.float32)
+    job = Job(problem=problems.to_dict(problem), rung="ladder.triton.step2", device="cpu", warm_seconds=0)
+    (tmp_path / "job.json").write_text(job.model_dump_json())
+    files = [str(tmp_path / name) for name in ("job.json", "found.json")]
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", IN_THE_INTERPRETER, *files], env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    found = Found.model_validate_json((tmp_path / "found.json").read_text())
+    assert found.gate_passed
+    assert {"block_m", "block_n"} <= set(found.config or {})
+
+
 def test_a_record_is_read_back_and_found_again(tmp_path):
     path = tmp_path / "profile.jsonl"
     assert profilers.last_record(path, profile()) is None
@@ -464,3 +506,14 @@ def test_the_command_from_launch_to_record(ncu, tmp_path, monkeypatch):
     assert (tmp_path / "kept" / "fa3.ncu-rep").is_file()
     assert "time +0.0%" in run(*options)
     assert "rival 'fa9' is unknown" in run("triton.fwd", "--rival", "fa9", code=2)
+
+
+def test_the_rungs_of_a_ladder_from_launch_to_record(ncu, tmp_path, monkeypatch, capsys):
+    program, out = ncu(), tmp_path / "counters.jsonl"
+    monkeypatch.setattr(diagnosis, "ready", lambda arch: program)
+    rungs = ladder.rungs("triton", ["1", "2"])
+    laddering._profile(rungs, [PROBLEM], Device.named("h200"), out, None)
+    assert [row.contender for row in records.read_as(profilers.ProfileRecord, out)] == [rung.id for rung in rungs]
+    said = capsys.readouterr().out
+    assert said.count("ladder.triton.step") == 2 * len(rungs), "a row for each launch of the report"
+    assert "memory, %" in said

@@ -37,6 +37,9 @@ def ladder(
     iterations: Annotated[int | None, typer.Option(min=1, help="Samples of each rung, instead of --seconds.")] = None,
     experiment: Annotated[str | None, typer.Option(help="A side experiment, see --list.")] = None,
     check_only: Annotated[bool, typer.Option("--check-only", help="Hold the rungs to the oracle; no times.")] = False,
+    counters: Annotated[
+        bool, typer.Option("--counters", help="Profile each rung with Nsight Compute instead: compute and memory throughput.")
+    ] = False,
     static: Annotated[bool, typer.Option("--static", help="Compile and read the code; no GPU needed.")] = False,
     arch: Annotated[str, typer.Option(help="With --static: what to compile for.")] = "",
     diff: Annotated[str | None, typer.Option(help="Print how this step differs from the one before.")] = None,
@@ -69,8 +72,10 @@ def ladder(
         if facts.type == "cpu" and not check_only:
             raise ValueError("there is no CUDA device to time on; --static compiles without one, --check-only interprets.")
         red = _check(chosen, kind, facts, where, dims, count)
-        if not check_only:
-            green = [one for one in chosen if one.id not in red]
+        green = [one for one in chosen if one.id not in red]
+        if counters:
+            _profile(green, wanted, facts, out or default_records(facts, f"ladder_{language}_counters"), commit)
+        elif not check_only:
             path = out or default_records(facts, "_".join(filter(None, ("ladder", language, experiment))))
             _measure(language, green, experiment, wanted, where, facts, rivals, seconds, iterations, count, path, plot, commit)
     if red:
@@ -215,6 +220,34 @@ def _measure(
     if plot is not None:
         figure.draw(cells(shown), plot, f"{language} ladder, {facts.name}")
         say(f"picture in {plot}")
+
+
+def _profile(chosen: Sequence[Rung], wanted: list[AttentionProblem], facts: Device, path: Path, commit: str | None) -> None:
+    """One warm launch of each rung under Nsight Compute, and a table for each problem."""
+    import tempfile
+
+    from peakattn_lab import problems, records
+    from peakattn_lab.profiling import diagnosis, profilers, tables
+    from peakattn_lab.profiling.target import Job
+
+    ncu = diagnosis.ready(facts.arch)
+    for problem in wanted:
+        takers = [r for r in chosen if _takes(r, problem, facts)]
+        columns = []
+        with tempfile.TemporaryDirectory() as folder, progress("profiling", len(takers)) as step:
+            for rung in takers:
+                step(f"{rung.id}, {problems.label(problem)}")
+                try:
+                    one = profilers.with_counters(Job(problem=problems.to_dict(problem), rung=rung.id), ncu, Path(folder))
+                except diagnosis.ProfileError as error:
+                    say(f"{rung.id}: {error}")
+                    continue
+                records.append(path, one.record(commit))
+                columns += tables.columns_of([one])
+        if columns:
+            title, header, rows = tables.side_by_side(columns)
+            show_table(f"{title}, {problems.label(problem)}", header, rows, left=1)
+    say(f"records in {path}")
 
 
 def _takes(rung: Rung, problem: AttentionProblem, facts: Device) -> bool:

@@ -20,7 +20,7 @@ import pydantic
 
 from peakattn import backends
 from peakattn.device import Device
-from peakattn_lab import inspection, problems, provenance, records
+from peakattn_lab import inspection, ladder, problems, provenance, records
 from peakattn_lab.profiling import counters, diagnosis, timeline
 from peakattn_lab.profiling.counters import Counters
 from peakattn_lab.profiling.diagnosis import Outcome, ProfileError
@@ -90,7 +90,7 @@ class Profile:
             problem=self.job.problem,
             contender=self.job.name,
             kernel=self.job.kernel,
-            kernel_hash=records.kernel_hash(self.job.kernel) if self.job.kernel else None,
+            kernel_hash=_hash_of(self.job),
             config=found.config,
             config_source=found.config_source,
             version=found.version,
@@ -102,6 +102,14 @@ class Profile:
                 KernelRow(name=k.name, grid=list(k.grid), block=list(k.block), metrics=_kept(k.metrics)) for k in self.kernels
             ],
         )
+
+
+def _hash_of(job: Job) -> str | None:
+    """Of the source that ran, where it is ours."""
+    if job.rung is not None:
+        (rung,) = ladder.rungs(job.rung.split(".")[1], [job.rung])
+        return rung.source_hash
+    return records.kernel_hash(job.kernel) if job.kernel else None
 
 
 def _kept(metrics: dict[str, float]) -> dict[str, float]:

@@ -120,6 +120,13 @@ def speed_of_light(columns: Sequence[Column]) -> Table:
     return _table("speed of light", columns, rows)
 
 
+def side_by_side(columns: Sequence[Column]) -> Table:
+    """The headlines of many contenders, one row for each."""
+    title, _, rows = speed_of_light(columns)
+    labels = [column.profile.job.name for column in columns]
+    return title, ["", *(row[0] for row in rows)], [[label, *(row[i] for row in rows)] for i, label in enumerate(labels, 1)]
+
+
 def breakdown(columns: Sequence[Column]) -> Table:
     """The units under the headlines: the busiest of any column, compute first."""
     rows: dict[str, Callable[[Column], str]] = {}

@@ -18,8 +18,9 @@ import torch
 
 from peakattn import dispatch
 from peakattn.device import Device
-from peakattn_lab import baselines, observe, problems
+from peakattn_lab import baselines, ladder, observe, problems
 from peakattn_lab.gate import Gate
+from peakattn_lab.ladder import running
 from peakattn_lab.sweep.measure import Arena
 
 _WARM_CALLS = 8
@@ -32,6 +33,7 @@ class Job(pydantic.BaseModel):
     problem: dict[str, Any]
     kernel: str | None = None
     rival: str | None = None
+    rung: str | None = None  # of a ladder, such as ladder.cutile.step5
     config: dict[str, Any] | None = None  # knobs, all of them; the tuned or default ones without
     mode: Literal["counters", "timeline", "trace"] = "counters"
     warm_seconds: float = 1.0
@@ -39,7 +41,7 @@ class Job(pydantic.BaseModel):
 
     @property
     def name(self) -> str:
-        return self.rival or f"{baselines.OURS}:{self.kernel}"
+        return self.rival or self.rung or f"{baselines.OURS}:{self.kernel}"
 
 
 class Launch(pydantic.BaseModel):
@@ -72,8 +74,14 @@ def run(job: Job) -> Found:
     device = Device.of(where)
     problem = problems.on_device(problems.from_dict(job.problem), device.type)
     found: dict[str, Any] = {"device": device.name, "arch": device.arch}
-    if job.rival is not None:
-        contender = baselines.rival(job.rival)
+    if job.rival is not None or job.rung is not None:
+        if job.rung is not None:
+            (rung,) = ladder.rungs(job.rung.split(".")[1], [job.rung])
+            subject = running.tune(rung, problem, where)
+            contender = running.contender(subject)
+            found |= {"config": baselines.config_fields(subject.config), "config_source": subject.config_source}
+        else:
+            contender = baselines.rival(job.rival or "")
         reason = contender.unavailable(device) or contender.reject(problem)
         if reason is not None:
             raise ValueError(reason)
