@@ -39,7 +39,7 @@ class Kernel:
     def named(cls, kernel_id: str) -> Kernel:
         """ValueError with the ids there are, or with what is missing to load it."""
         if kernel_id.startswith("ladder."):
-            (rung,) = ladder.rungs(kernel_id.split(".")[1], [kernel_id])
+            rung = ladder.rung(kernel_id)
             _installed(rung.language)
             return cls(kernel_id, rung.kernel, rung)
         if kernel_id not in backends.KERNELS:

@@ -407,7 +407,7 @@ def test_what_is_missing_is_told_apart(ncu, tmp_path, monkeypatch):
 def test_rungs_stand_in_rows_and_are_recorded_by_their_source(tmp_path):
     made = []
     for step in (1, 2):
-        (rung,) = ladder.rungs("triton", [str(step)])
+        rung = ladder.rung(f"ladder.triton.step{step}")
         job = JOB.model_copy(update={"kernel": None, "rung": rung.id})
         made.append(profilers.Profile(job, (launch(),), "ncu 2025.3.1", FOUND))
         row = made[-1].record("0" * 40)
@@ -508,11 +508,10 @@ def test_the_command_from_launch_to_record(ncu, tmp_path, monkeypatch):
     assert "rival 'fa9' is unknown" in run("triton.fwd", "--rival", "fa9", code=2)
 
 
-def test_the_rungs_of_a_ladder_from_launch_to_record(ncu, tmp_path, monkeypatch, capsys):
-    program, out = ncu(), tmp_path / "counters.jsonl"
-    monkeypatch.setattr(diagnosis, "ready", lambda arch: program)
+def test_the_rungs_of_a_ladder_from_launch_to_record(ncu, tmp_path, capsys):
+    out = tmp_path / "counters.jsonl"
     rungs = ladder.rungs("triton", ["1", "2"])
-    laddering._profile(rungs, [PROBLEM], Device.named("h200"), out, None)
+    laddering._profile(ncu(), rungs, [PROBLEM], Device.named("h200"), out, None)
     assert [row.contender for row in records.read_as(profilers.ProfileRecord, out)] == [rung.id for rung in rungs]
     said = capsys.readouterr().out
     assert said.count("ladder.triton.step") == 2 * len(rungs), "a row for each launch of the report"

@@ -71,10 +71,14 @@ def ladder(
         where, facts = torch_device("")
         if facts.type == "cpu" and not check_only:
             raise ValueError("there is no CUDA device to time on; --static compiles without one, --check-only interprets.")
+        if counters:
+            from peakattn_lab.profiling import diagnosis
+
+            ncu = diagnosis.ready(facts.arch)  # before minutes of checks
         red = _check(chosen, kind, facts, where, dims, count)
         green = [one for one in chosen if one.id not in red]
         if counters:
-            _profile(green, wanted, facts, out or default_records(facts, f"ladder_{language}_counters"), commit)
+            _profile(ncu, green, wanted, facts, out or default_records(facts, f"ladder_{language}_counters"), commit)
         elif not check_only:
             path = out or default_records(facts, "_".join(filter(None, ("ladder", language, experiment))))
             _measure(language, green, experiment, wanted, where, facts, rivals, seconds, iterations, count, path, plot, commit)
@@ -222,7 +226,9 @@ def _measure(
         say(f"picture in {plot}")
 
 
-def _profile(chosen: Sequence[Rung], wanted: list[AttentionProblem], facts: Device, path: Path, commit: str | None) -> None:
+def _profile(
+    ncu: Path, chosen: Sequence[Rung], wanted: list[AttentionProblem], facts: Device, path: Path, commit: str | None
+) -> None:
     """One warm launch of each rung under Nsight Compute, and a table for each problem."""
     import tempfile
 
@@ -230,7 +236,6 @@ def _profile(chosen: Sequence[Rung], wanted: list[AttentionProblem], facts: Devi
     from peakattn_lab.profiling import diagnosis, profilers, tables
     from peakattn_lab.profiling.target import Job
 
-    ncu = diagnosis.ready(facts.arch)
     for problem in wanted:
         takers = [r for r in chosen if _takes(r, problem, facts)]
         columns = []

@@ -190,6 +190,12 @@ def rungs(language: str, steps: Sequence[str] = ()) -> list[Rung]:
     return [Rung(rung_id, module) for rung_id, module in known.items() if rung_id in wanted]
 
 
+def rung(rung_id: str) -> Rung:
+    """The rung of an id such as ``ladder.cutile.step5``; ValueError with those there are."""
+    (found,) = rungs(rung_id.split(".")[1], [rung_id])
+    return found
+
+
 def source(language: str) -> str:
     """Whose figures the rungs' PUBLISHED are."""
     return str(_package(language).SOURCE)

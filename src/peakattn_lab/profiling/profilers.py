@@ -107,8 +107,7 @@ class Profile:
 def _hash_of(job: Job) -> str | None:
     """Of the source that ran, where it is ours."""
     if job.rung is not None:
-        (rung,) = ladder.rungs(job.rung.split(".")[1], [job.rung])
-        return rung.source_hash
+        return ladder.rung(job.rung).source_hash
     return records.kernel_hash(job.kernel) if job.kernel else None
 
 

@@ -18,7 +18,9 @@ import torch
 
 from peakattn import dispatch
 from peakattn.device import Device
+from peakattn.problem import AttentionProblem
 from peakattn_lab import baselines, ladder, observe, problems
+from peakattn_lab.baselines import Contender
 from peakattn_lab.gate import Gate
 from peakattn_lab.ladder import running
 from peakattn_lab.sweep.measure import Arena
@@ -74,14 +76,9 @@ def run(job: Job) -> Found:
     device = Device.of(where)
     problem = problems.on_device(problems.from_dict(job.problem), device.type)
     found: dict[str, Any] = {"device": device.name, "arch": device.arch}
-    if job.rival is not None or job.rung is not None:
-        if job.rung is not None:
-            (rung,) = ladder.rungs(job.rung.split(".")[1], [job.rung])
-            subject = running.tune(rung, problem, where)
-            contender = running.contender(subject)
-            found |= {"config": baselines.config_fields(subject.config), "config_source": subject.config_source}
-        else:
-            contender = baselines.rival(job.rival or "")
+    if job.kernel is None:
+        contender, facts = _contender(job, problem, where)
+        found |= facts
         reason = contender.unavailable(device) or contender.reject(problem)
         if reason is not None:
             raise ValueError(reason)
@@ -112,6 +109,15 @@ def run(job: Job) -> Found:
             if job.mode == "timeline":
                 marked(call, _TIMELINE_CALLS, job.name)
     return Found(**found, observed=observer.summary())
+
+
+def _contender(job: Job, problem: AttentionProblem, where: torch.device) -> tuple[Contender, dict[str, Any]]:
+    """A rival, or a rung with the config that its tuning finds, and what is to be told of it."""
+    if job.rung is None:
+        return baselines.rival(job.rival or ""), {}
+    subject = running.tune(ladder.rung(job.rung), problem, where)
+    told = {"config": baselines.config_fields(subject.config), "config_source": subject.config_source}
+    return running.contender(subject), told
 
 
 def warm(call: Callable[[], Any], seconds: float, cuda: bool, observer: observe.Observer) -> float:
