@@ -47,16 +47,43 @@ def test_every_architecture_gets_tensor_cores_and_where_it_has_it_tma(kernel_id:
         assert a.shared_bytes <= Device.for_arch(arch).smem_per_block
 
 
+@pytest.mark.parametrize("seqlen", [1024, 16384])
+@pytest.mark.parametrize("window_right", [None, 0])
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
-def test_the_hopper_forward_is_warp_specialised_and_each_loop_has_its_products(head_dim: int) -> None:
-    config = load("cutile.fwd").default_config(of_dim(head_dim), Device.for_arch(90))
-    (made,) = artifacts("cutile.fwd", of_dim(head_dim), 90)
+def test_the_hopper_forward_has_no_spills_and_each_loop_has_its_products(
+    head_dim: int, window_right: int | None, seqlen: int
+) -> None:
+    problem = dataclasses.replace(of_dim(head_dim), seqlen_q=seqlen, seqlen_k=seqlen, window_right=window_right)
+    config = load("cutile.fwd").default_config(problem, Device.for_arch(90))
+    (made,) = artifacts("cutile.fwd", problem, 90)
     assert made.opcodes.get("USETMAXREG", 0) > 0, "the producer hands its registers to the consumers"
-    assert len(made.loops) == 2, "one without a mask, one for the diagonal"
-    # Q K^T takes steps of 16 columns; P V takes steps of 16 keys, and 256 columns of the output at a time.
+    # Q K^T takes steps of 16 columns, 256 keys at a time, as P V steps of 16 keys.
     widths = (config.block_n, config.block_masked or config.block_n)
-    assert [loop["HGMMA"] for loop in made.loops] == [head_dim // 16 + width // 16 for width in widths]
-    assert made.loop_spills == 0
+    products = [head_dim // 16 + width // 16 for width in widths[: 1 if window_right is None else 2]]
+    # Row tiles have a warpgroup each, and a warpgroup its own loops; beside them one that copies.
+    assert [loop["HGMMA"] for loop in made.loops] == products * config.row_tiles
+    assert made.num_threads == 128 * (1 + config.row_tiles)
+    assert made.loop_spills <= int(head_dim == 64 and config.block_n == 256)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_row_tiles_keep_their_warpgroups_when_the_keys_end_within_a_block(head_dim: int) -> None:
+    problem = dataclasses.replace(of_dim(head_dim), seqlen_q=8000, seqlen_k=8011, window_right=None)
+    config = load("cutile.fwd").default_config(problem, Device.for_arch(90))
+    (made,) = artifacts("cutile.fwd", problem, 90)
+    assert config.row_tiles == 2
+    assert made.num_threads == 384
+    assert made.loop_spills <= 1
+
+
+def test_a_late_start_is_a_chain_that_the_compiler_leaves_as_it_is() -> None:
+    full = dataclasses.replace(CAUSAL, window_right=None, return_lse=False)
+    config = load("cutile.fwd").Config(64, 256, 1, row_sums=8, row_tiles=2)
+    (plain,) = artifacts("cutile.fwd", full, 90, config)
+    (late,) = artifacts("cutile.fwd", full, 90, dataclasses.replace(config, stagger=65))
+    exponentials = late.opcodes["MUFU"] - plain.opcodes["MUFU"]
+    assert exponentials in (65, 2 * 65), "one or two rows a thread, of one of the tiles"
+    assert max(sum(loop.values()) for loop in late.loops) < max(sum(loop.values()) for loop in plain.loops) + 20
 
 
 def test_two_blocks_share_the_registers_of_an_sm() -> None:
@@ -72,10 +99,10 @@ def test_tensors_that_tma_cannot_address_are_read_without_it() -> None:
 
 
 def test_a_problem_without_a_mask_has_one_loop_and_no_repair() -> None:
-    full = dataclasses.replace(CAUSAL, window_right=None, return_lse=False)
-    (made,) = artifacts("cutile.fwd", full, 90)
+    causal = dataclasses.replace(CAUSAL, seqlen_q=1024, seqlen_k=1024)
+    (made,) = artifacts("cutile.fwd", dataclasses.replace(causal, window_right=None, return_lse=False), 90)
     assert len(made.loops) == 1
-    (masked,) = artifacts("cutile.fwd", CAUSAL, 90)
+    (masked,) = artifacts("cutile.fwd", causal, 90)
     assert made.opcodes["UTMALDG"] < masked.opcodes["UTMALDG"] / 1.5
 
 

@@ -105,6 +105,8 @@ FWD = {
     "wide": fwd.Config(16, 64, block_masked=16, row_sums=16),
     "halves": fwd.Config(32, 64, block_masked=32, row_sums=1),
     "square": fwd.Config(32, 32, k_latency=0, v_latency=0),
+    "two tiles": fwd.Config(16, 32, block_masked=16, row_sums=8, row_tiles=2, stagger=3),
+    "wide tiles": fwd.Config(16, 256, block_masked=32, row_sums=32, row_tiles=3, stagger=1),
 }
 BWD = {"small and large": bwd.Config(16, 32, 32, 16), "large and small": bwd.Config(64, 16, 16, 64, dkdv_split=True)}
 
@@ -164,23 +166,25 @@ def test_the_gradient_through_lse_alone_and_a_dout_without_memory_of_its_own() -
     check_backward(q, k, v, dout.transpose(1, 3).contiguous().transpose(1, 3), None, **case.options)
 
 
+@pytest.mark.parametrize("config", ["square", "two tiles", "wide tiles"])
 @pytest.mark.parametrize("poison", [math.nan, math.inf], ids=str)
 @pytest.mark.parametrize("softcap", [None, 3.0])
-def test_masked_keys_may_hold_anything(softcap: float | None, poison: float) -> None:
+def test_masked_keys_may_hold_anything(softcap: float | None, poison: float, config: str) -> None:
     q, k, v, dout, dlse = gradients_of(BY_NAME["tiny"], torch.float16)
     k, v = torch.cat([k, k], 1), torch.cat([v, v], 1)
     for x in (k, v):
         x[:, 5:] = poison  # no row sees these, though they stand in a block that rows see
     options: dict[str, Any] = {"causal": True, "alignment": "top_left", "softcap": softcap}
-    check_forward(q, k, v, FWD["square"], **options)
+    check_forward(q, k, v, FWD[config], **options)
     check_backward(q, k, v, dout, dlse, BWD["small and large"], **options)
 
 
-def test_a_poisoned_key_reaches_only_the_rows_that_see_it() -> None:
+@pytest.mark.parametrize("config", ["square", "two tiles"])
+def test_a_poisoned_key_reaches_only_the_rows_that_see_it(config: str) -> None:
     q, k, v = BY_NAME["causal"].inputs(torch.float16)
-    clean, _ = forward(q, k, v, FWD["square"], causal=True)
+    clean, _ = forward(q, k, v, FWD[config], causal=True)
     v[:, 53] = math.nan
-    out, _ = forward(q, k, v, FWD["square"], causal=True)
+    out, _ = forward(q, k, v, FWD[config], causal=True)
     first = 53 - (k.shape[1] - q.shape[1])
     assert torch.isnan(out[:, first:]).all()
     torch.testing.assert_close(out[:, :first], clean[:, :first], rtol=2e-3, atol=2e-3)

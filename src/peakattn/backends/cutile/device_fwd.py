@@ -46,6 +46,24 @@ def new_shift(s, m_i, qk_scale, power_scale, MASK):
     return m_new, factor, shift, origin
 
 
+def late_start(m_i, n_block, first_block, qk_scale, STAGGER):
+    """m_i as it is, but in the first key block later by STAGGER exponentials, which wait for each other some 30 cycles each.
+
+    Row tiles with a warpgroup each start together, and would always compute their softmax at the same time, with no product
+    to run under it.  A tile that starts late stays behind.
+    """
+    late = ct.zeros(m_i.shape, dtype=ct.float32)
+    if n_block == first_block:
+        late = late + qk_scale  # a value that the compiler does not know; from the first exponential on it is below 1
+        for _ in ct.static_iter(range(STAGGER)):
+            late = ct.exp2(late * -0.5, flush_to_zero=True)
+    return m_i + 0.0 * late
+
+
+def row_numbers(m_offset, BLOCK_M):
+    return m_offset + ct.arange(BLOCK_M, dtype=ct.int32)[:, None]
+
+
 def repair(
     q, k, v, out, batch, head_q, head_kv, m_block, rows, first_key, last_key, m_i, shift_i, total, left, right,
     qk_scale, power_scale, cap_scale, softcap, BLOCK_M, BLOCK_D, BLOCK_DV, HAS_LEFT, HAS_RIGHT, SOFTCAP, ACCURATE,
@@ -76,28 +94,37 @@ def store_output(out, batch, head_q, m_block, part, acc, total, BLOCK_M, BLOCK_P
 @ct.kernel
 def attention_fwd_kernel(
     q, k, v, out, lse, softmax_scale, softcap, left, right,
-    GROUP, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, BLOCK_MASKED, ROW_SUMS, HAS_LEFT, HAS_RIGHT,
-    EVEN_N, SOFTCAP, ACCURATE, TF32, STORE_LSE, K_LATENCY, V_LATENCY, BLOCK_AXIS,
+    GROUP, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, TILES, BLOCK_M, BLOCK_N, BLOCK_MASKED, ROW_SUMS, KEEP_ROWS, STAGGER,
+    HAS_LEFT, HAS_RIGHT, EVEN_N, SOFTCAP, ACCURATE, TF32, STORE_LSE, K_LATENCY, V_LATENCY, BLOCK_AXIS,
 ):  # fmt: skip
     seqlen_q = q.shape[2]
     seqlen_k = k.shape[2]
-    m_block, head = program_block(BLOCK_AXIS, HAS_RIGHT)
+    block, head = program_block(BLOCK_AXIS, HAS_RIGHT)
     batch = head // q.shape[1]
     head_q = head % q.shape[1]
     head_kv = head_q // GROUP
-    m_offset = m_block * BLOCK_M
+    m_offset = block * (TILES * BLOCK_M)
     n_min, full_min, full_max, n_max = key_blocks(
-        m_offset, seqlen_q, seqlen_k, left, right, BLOCK_M, BLOCK_N, BLOCK_MASKED, HAS_LEFT, HAS_RIGHT
+        m_offset, seqlen_q, seqlen_k, left, right, TILES * BLOCK_M, BLOCK_N, BLOCK_MASKED, HAS_LEFT, HAS_RIGHT
     )
     qk_scale, cap_scale = scales(softmax_scale, softcap, SOFTCAP, False)
     power_scale = ct.bitcast((ct.bitcast(qk_scale, ct.int32) & 0x7F800000) + 0x00800000, ct.float32)
 
-    rows = m_offset + ct.arange(BLOCK_M, dtype=ct.int32)[:, None]
-    m_i = ct.full((BLOCK_M, 1), -math.inf, dtype=ct.float32)
-    shift_i = ct.full((BLOCK_M, 1), -math.inf, dtype=ct.float32)
-    l_i = ct.zeros((BLOCK_M, ROW_SUMS), dtype=ct.float32)
-    acc = ct.zeros((BLOCK_M, BLOCK_DV), dtype=ct.float32)
-    q_tile = load_rows(q, batch, head_q, m_block, BLOCK_M, BLOCK_D, True, 0)
+    # One of each for every row tile.  Nothing of one tile's may reach another's, or the compiler keeps them in one warpgroup.
+    NO_TILES = ct.static_eval(())
+    m_blocks, rows, q_tiles, m_i, shift_i, l_i, acc = NO_TILES, NO_TILES, NO_TILES, NO_TILES, NO_TILES, NO_TILES, NO_TILES
+    for TILE in ct.static_iter(range(TILES)):
+        m_block = block * TILES + TILE
+        if TILE > 0:  # one beyond the end, which may not be loaded, computes the last one again
+            m_block = ct.minimum(m_block, ct.cdiv(seqlen_q, BLOCK_M) - 1)
+        m_blocks += (m_block,)
+        if KEEP_ROWS:
+            rows += (row_numbers(m_block * BLOCK_M, BLOCK_M),)
+        q_tiles += (load_rows(q, batch, head_q, m_block, BLOCK_M, BLOCK_D, True, 0),)
+        m_i += (ct.full((BLOCK_M, 1), -math.inf, dtype=ct.float32),)
+        shift_i += (ct.full((BLOCK_M, 1), -math.inf, dtype=ct.float32),)
+        l_i += (ct.zeros((BLOCK_M, ROW_SUMS), dtype=ct.float32),)
+        acc += (ct.zeros((BLOCK_M, BLOCK_DV), dtype=ct.float32),)
 
     # 0: the left edge of a window, 1: no mask, 2: the right edge or the end of the keys.
     RATIO = ct.static_eval(BLOCK_N // BLOCK_MASKED)
@@ -111,39 +138,60 @@ def attention_fwd_kernel(
             columns = ct.arange(WIDTH, dtype=ct.int32)[None, :]
             for n_block in range(begin, end):
                 k_tile = load_columns(k, batch, head_kv, n_block, WIDTH, BLOCK_D, PHASE != 1 or BLOCK_D != HEAD_DIM, K_LATENCY)
-                s = ct.mma(operand(q_tile, TF32), operand(k_tile, TF32), ct.zeros((BLOCK_M, WIDTH), dtype=ct.float32))
-                if SOFTCAP:
-                    s = softcap * tanh(s * cap_scale, ACCURATE)
-                if PHASE != 1:
-                    seen = visible(rows, n_block * WIDTH + columns, seqlen_k, left, right, HAS_LEFT, HAS_RIGHT)
-                    s = ct.where(seen, s, -math.inf)
-                m_i, factor, shift, origin = new_shift(s, m_i, qk_scale, power_scale, PHASE != 1)
-                alpha = ct.exp2(shift_i - origin, flush_to_zero=True)
-                shift_i = shift
-                p = ct.exp2(s * factor - origin, flush_to_zero=True)
-                l_i = l_i * alpha + ct.sum(p.reshape((BLOCK_M, WIDTH // ROW_SUMS, ROW_SUMS)), 1)
-                v_tile = load_rows(v, batch, head_kv, n_block, WIDTH, BLOCK_DV, PHASE != 1 or BLOCK_DV != HEAD_DIM_V, V_LATENCY)
-                acc = ct.mma(operand(p.astype(v.dtype), TF32), operand(v_tile, TF32), acc * alpha)
+                scores = NO_TILES
+                for TILE in ct.static_iter(range(TILES)):
+                    start = ct.zeros((BLOCK_M, WIDTH), dtype=ct.float32)
+                    scores += (ct.mma(operand(q_tiles[TILE], TF32), operand(k_tile, TF32), start),)
+                m_old, shift_old, l_old, acc_old = m_i, shift_i, l_i, acc
+                m_i, shift_i, l_i, acc = NO_TILES, NO_TILES, NO_TILES, NO_TILES
+                for TILE in ct.static_iter(range(TILES)):
+                    s = scores[TILE]
+                    m_before = m_old[TILE]
+                    if SOFTCAP:
+                        s = softcap * tanh(s * cap_scale, ACCURATE)
+                    if PHASE != 1:
+                        first_key = n_block * WIDTH
+                        first_row = m_blocks[TILE] * BLOCK_M - first_key
+                        rows_seen = rows[TILE] - first_key if KEEP_ROWS else row_numbers(first_row, BLOCK_M)
+                        # Where only the keys end, an edge that cuts no row: the tiles' masks must not be one and the same.
+                        right_edge = right if HAS_RIGHT else seqlen_k
+                        seen = visible(rows_seen, columns, seqlen_k - first_key, left, right_edge, HAS_LEFT, True)
+                        s = ct.where(seen, s, -math.inf)
+                    elif STAGGER and TILE % 2 == 1:
+                        m_before = late_start(m_before, n_block, begin, qk_scale, STAGGER)
+                    m_new, factor, shift, origin = new_shift(s, m_before, qk_scale, power_scale, PHASE != 1)
+                    alpha = ct.exp2(shift_old[TILE] - origin, flush_to_zero=True)
+                    p = ct.exp2(s * factor - origin, flush_to_zero=True)
+                    m_i += (m_new,)
+                    shift_i += (shift,)
+                    l_i += (l_old[TILE] * alpha + ct.sum(p.reshape((BLOCK_M, WIDTH // ROW_SUMS, ROW_SUMS)), 1),)
+                    if TILE == 0:
+                        CHECK_V = ct.static_eval(PHASE != 1 or BLOCK_DV != HEAD_DIM_V)
+                        v_tile = load_rows(v, batch, head_kv, n_block, WIDTH, BLOCK_DV, CHECK_V, V_LATENCY)
+                    acc += (ct.mma(operand(p.astype(v.dtype), TF32), operand(v_tile, TF32), acc_old[TILE] * alpha),)
 
-    l_i = ct.sum(l_i, 1, keepdims=True)
-    # A row without a visible key has sum 0 and keeps its acc of 0.
-    total = ct.where(l_i == 0.0, 1.0, l_i)
-    if STORE_LSE:
-        # The maximum in the natural base, rounded once, and what the sum is relative to: the maximum's shift, rounded too.
-        rounding = m_i * row_scales(m_i, qk_scale, power_scale) - shift_i
-        rounding = ct.where(m_i == -math.inf, 0.0, rounding)
-        natural = m_i if SOFTCAP else m_i * softmax_scale
-        row_lse = natural + (ct.log2(l_i) - rounding) * LN2
-        ct.store(lse, index=(batch, head_q, m_block), tile=row_lse.reshape((1, 1, BLOCK_M)))
-    if HAS_LEFT or HAS_RIGHT:
-        if any_nan(acc):
-            repair(
-                q, k, v, out, batch, head_q, head_kv, m_block, rows,
-                n_min * BLOCK_MASKED, ct.minimum(n_max * BLOCK_MASKED, seqlen_k),
-                m_i, shift_i, total, left, right, qk_scale, power_scale, cap_scale, softcap,
-                BLOCK_M, BLOCK_D, BLOCK_DV, HAS_LEFT, HAS_RIGHT, SOFTCAP, ACCURATE,
-            )  # fmt: skip
+    for TILE in ct.static_iter(range(TILES)):
+        m_block = m_blocks[TILE]
+        row_sum = ct.sum(l_i[TILE], 1, keepdims=True)
+        # A row without a visible key has sum 0 and keeps its acc of 0.
+        total = ct.where(row_sum == 0.0, 1.0, row_sum)
+        if STORE_LSE:
+            # The maximum in the natural base, rounded once, and what the sum is relative to: its shift, rounded too.
+            rounding = m_i[TILE] * row_scales(m_i[TILE], qk_scale, power_scale) - shift_i[TILE]
+            rounding = ct.where(m_i[TILE] == -math.inf, 0.0, rounding)
+            natural = m_i[TILE] if SOFTCAP else m_i[TILE] * softmax_scale
+            row_lse = natural + (ct.log2(row_sum) - rounding) * LN2
+            ct.store(lse, index=(batch, head_q, m_block), tile=row_lse.reshape((1, 1, BLOCK_M)))
+        if HAS_LEFT or HAS_RIGHT:
+            if any_nan(acc[TILE]):
+                tile_rows = rows[TILE] if KEEP_ROWS else row_numbers(m_block * BLOCK_M, BLOCK_M)
+                repair(
+                    q, k, v, out, batch, head_q, head_kv, m_block, tile_rows,
+                    n_min * BLOCK_MASKED, ct.minimum(n_max * BLOCK_MASKED, seqlen_k),
+                    m_i[TILE], shift_i[TILE], total, left, right, qk_scale, power_scale, cap_scale, softcap,
+                    BLOCK_M, BLOCK_D, BLOCK_DV, HAS_LEFT, HAS_RIGHT, SOFTCAP, ACCURATE,
+                )  # fmt: skip
+            else:
+                store_output(out, batch, head_q, m_block, 0, acc[TILE], total, BLOCK_M, BLOCK_DV)
         else:
-            store_output(out, batch, head_q, m_block, 0, acc, total, BLOCK_M, BLOCK_DV)
-    else:
-        store_output(out, batch, head_q, m_block, 0, acc, total, BLOCK_M, BLOCK_DV)
+            store_output(out, batch, head_q, m_block, 0, acc[TILE], total, BLOCK_M, BLOCK_DV)

@@ -17,7 +17,9 @@ RUNGS: dict[str, str] = {
     "ladder.cutile.step10": "peakattn_lab.ladder.cutile.step10_autotune",
     "ladder.cutile.step11": "peakattn_lab.ladder.cutile.step11_worker_warps",
     "ladder.cutile.step12": "peakattn_lab.ladder.cutile.step12_overlap",
-    "ladder.cutile.step13": "peakattn_lab.ladder.cutile.step13_library",
+    "ladder.cutile.step13": "peakattn_lab.ladder.cutile.step13_row_tiles",
+    "ladder.cutile.step14": "peakattn_lab.ladder.cutile.step14_late_start",
+    "ladder.cutile.step15": "peakattn_lab.ladder.cutile.step15_library",
 }
 
 SOURCE = (
