@@ -217,6 +217,20 @@ def test_a_section_of_a_grid_has_a_number_of_heads_that_divides_all() -> None:
     assert common.grid(10, 0, 4) == ((1, 10, 0), 1)
 
 
+def test_blocks_of_two_row_tiles_share_sections_of_8_megabytes() -> None:
+    def first_axis(seqlen: int, **changes: Any) -> int:
+        problem = on_a_gpu(AttentionProblem(1, seqlen, seqlen, 16, 16, 128, 128, torch.bfloat16, **changes))
+        q = torch.empty(1, seqlen, 16, 128, dtype=torch.bfloat16, device="meta")
+        config = fwd.default_config(problem, H200)
+        (launch,) = fwd.launches(problem, config, q, q.clone(), q.clone(), q.clone(), None, 1.0, 0.0)
+        assert launch.constexprs["TILES"] == config.row_tiles
+        assert launch.grid[1] == -(-seqlen // (config.row_tiles * config.block_m))
+        return launch.grid[0]
+
+    assert [first_axis(n) for n in (1024, 4096, 8192, 16384, 65536)] == [4, 4, 2, 1, 1]
+    assert first_axis(16384, window_right=0) == 4
+
+
 def test_tf32_only_where_torch_allows_it() -> None:
     q, k, v = BY_NAME["full"].inputs(torch.float32)
     exact, _ = forward(q, k, v)

@@ -47,7 +47,7 @@ from peakattn.problem import AttentionProblem
 _WARPS = 4  # that compute, where the compiler chooses
 _SM_REGISTERS = 64 * 1024
 _MOST_REGISTERS = 255
-_MANY_KEYS = 4096  # that a row sees in the mean
+_SECTION_BYTES = 8 << 20  # of K and V
 _OTHER_THREADS, _OTHER_REGISTERS = 128, 32  # those that copy
 
 
@@ -138,7 +138,8 @@ def _hopper_config(problem: AttentionProblem, dim: int) -> Config:
             return Config(128, 128, 1, num_worker_warps=8, row_sums=32)
         return Config(64, 128, 1, block_masked=64, row_sums=16, row_tiles=2, stagger=20 if masked else 0)
     # With one block an SM, what comes before and after the loop is not hidden, and has to be little beside it.
-    wide = two_tiles and problem.visible_pairs >= _MANY_KEYS * problem.seqlen_q
+    many_keys = 2048 if dim > 64 and not masked else 4096
+    wide = two_tiles and problem.visible_pairs >= many_keys * problem.seqlen_q
     if masked:  # edges of a window, a cap, or bounds of a head size leave too few registers for wide scores
         wide &= problem.window_left is None and not problem.softcap and dim == problem.head_dim == problem.head_dim_v
     if dim > 64:
@@ -204,6 +205,19 @@ def _device_code() -> Any:
     return attention_fwd_kernel
 
 
+def _heads_per_section(problem: AttentionProblem, config: Config) -> int:
+    """As ``tiles.heads_per_section``, but where blocks of several row tiles all take as long, no more than 8 MB of K and V.
+
+    Measured on an H200 on 2026-11-30 with 1, 2, 4 and 16 heads (docs/notebook/cutile.md): a block that waits for a load has
+    no other beside it.
+    """
+    if config.row_tiles == 1 or problem.mask_name != "full":
+        return tiles.heads_per_section(problem)
+    head_bytes = problem.dtype.itemsize * problem.seqlen_k * (problem.head_dim + problem.head_dim_v)
+    heads_kv = max(1, _SECTION_BYTES // max(head_bytes, 1))
+    return min(heads_kv * problem.group, problem.batch * problem.num_heads_q)
+
+
 def launches(
     problem: AttentionProblem,
     config: Config,
@@ -220,7 +234,7 @@ def launches(
         return []
     num_m_blocks = -(-problem.seqlen_q // (config.row_tiles * config.block_m))
     heads = problem.batch * problem.num_heads_q
-    where, block_axis = grid(num_m_blocks, heads, tiles.heads_per_section(problem))
+    where, block_axis = grid(num_m_blocks, heads, _heads_per_section(problem, config))
     bounds, flags = mask_arguments(problem)
     args: dict[str, Any] = {
         "q": Array(q),
