@@ -404,6 +404,7 @@ def test_the_command_lists_and_compares():
 def test_the_command_refuses_in_sentences():
     assert "write positive numbers" in run("triton", "--static", "--seqlen", "big").output
     assert "allowed are float16" in run("triton", "--dtype", "int8").output
+    assert "leave one of them out" in " ".join(run("triton", "--counters", "--experiment", "cast").output.split())
     if not torch.cuda.is_available():
         assert "no CUDA device to time on" in run("triton").output
 

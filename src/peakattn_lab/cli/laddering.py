@@ -68,6 +68,10 @@ def ladder(
             number = compiled.arch_number(arch) if arch else compiled.default_arch()
             _static(language, chosen, experiment, wanted, number, count)
             return
+        if counters and experiment is not None:
+            raise ValueError(
+                f"--experiment is {experiment!r}, and --counters profiles rungs under their own configs; leave one of them out."
+            )
         where, facts = torch_device("")
         if facts.type == "cpu" and not check_only:
             raise ValueError("there is no CUDA device to time on; --static compiles without one, --check-only interprets.")
