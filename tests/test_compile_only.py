@@ -89,8 +89,9 @@ def test_hopper_forward_uses_tma_and_wgmma_and_spills_nothing_in_its_loops(kerne
     assert a.opcodes.get("UTMALDG", 0) >= 3, "Q, K and V come through TMA"
     assert a.opcodes.get("MUFU", 0) > 0
     assert a.loops
-    # Three consumers share the registers of head_dim 64 full, and two values of each thread do not fit.
-    assert a.loop_spills <= (8 if (kernel_id, head_dim, causal) == ("triton.fwd_sm90", 64, False) else 0)
+    # Triton: three consumers share the registers, and two values of each thread do not fit. cuTile: 256 keys, and one does not.
+    few = {("triton.fwd_sm90", 64, False): 8, ("cutile.fwd", 64, False): 1}
+    assert a.loop_spills <= few.get((kernel_id, head_dim, causal), 0)
     if kernel_id == "triton.fwd_sm90":
         assert a.opcodes.get("USETMAXREG", 0) > 0, "the producer hands its registers to the consumers"
 
