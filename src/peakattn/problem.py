@@ -132,14 +132,22 @@ class AttentionProblem:
     @property
     def visible_pairs(self) -> int:
         """Number of (query, key) pairs that the mask leaves, for one head of one batch entry."""
-        rows = torch.arange(self.seqlen_q, dtype=torch.int64) + self.offset
-        first = torch.zeros_like(rows) if self.window_left is None else (rows - self.window_left).clamp_min(0)
-        last = (
-            torch.full_like(rows, self.seqlen_k)
-            if self.window_right is None
-            else (rows + self.window_right + 1).clamp_max(self.seqlen_k)
-        )
-        return int((last - first).clamp_min(0).sum())
+        if self.window_left is not None and self.window_right is not None and self.window_left + self.window_right < 0:
+            return 0
+
+        def before(edge: int) -> int:
+            """Pairs whose key is below row + edge, summed over the rows: in closed form, for plans are made of it too."""
+
+            def up_to(end: int) -> int:  # sum of x clamped to 0..seqlen_k, over all x < end
+                rising = min(max(end, 0), self.seqlen_k + 1)
+                return rising * (rising - 1) // 2 + max(end - self.seqlen_k - 1, 0) * self.seqlen_k
+
+            return up_to(edge + self.seqlen_q) - up_to(edge)
+
+        seen = self.seqlen_q * self.seqlen_k
+        if self.window_right is not None:
+            seen = before(self.offset + self.window_right + 1)
+        return seen if self.window_left is None else seen - before(self.offset - self.window_left)
 
     @property
     def visible_keys(self) -> int:
