@@ -73,7 +73,7 @@ def test_row_tiles_keep_their_warpgroups_when_the_keys_end_within_a_block(head_d
     (made,) = artifacts("cutile.fwd", problem, 90)
     assert config.row_tiles == 2
     assert made.num_threads == 384
-    assert made.loop_spills <= 1
+    assert made.loop_spills <= int(head_dim == 64)
 
 
 def test_a_late_start_is_a_chain_that_the_compiler_leaves_as_it_is() -> None:
