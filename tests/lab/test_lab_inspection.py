@@ -10,6 +10,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+import peakattn
 from peakattn import dispatch
 from peakattn.backends import KERNELS, cubin, load
 from peakattn.backends.contract import Artifacts
@@ -343,6 +344,18 @@ def test_lines_are_counted_in_ptx_where_no_assembler_makes_the_same_code(monkeyp
     assert rows == [["fwd.py:7", "", "4", "100.0%", "2 bra, 1 mma, 1 add"]]
     with pytest.raises(ValueError, match="has no line information"):
         inspection.lines.of_function(dataclasses.replace(function, facts=made(2)))
+
+
+def test_lines_of_a_kernel_that_another_checkout_compiled_are_read_in_this_one(monkeypatch):
+    monkeypatch.setattr(inspection.tools, "find", lambda name: ())
+    moved = PTX.replace("/somewhere/", "/gone/src/peakattn/backends/triton/")
+    facts = dataclasses.replace(made(2), ptx=moved)
+    (found,) = inspection.lines.of_function(inspection.Function(facts, inspection.occupancy(32, 128, 0, HOPPER), (), ()))
+    ((file, line),) = found.counts
+    assert Path(file) == Path(peakattn.__file__).parent / "backends/triton/fwd.py"
+    (row,) = inspection.lines.table("kernel", 1, found)[2]
+    assert row[1]
+    assert Path(file).read_text().splitlines()[line - 1].startswith(row[1].rstrip("…"))
 
 
 @needs_triton

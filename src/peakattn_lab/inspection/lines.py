@@ -7,6 +7,8 @@ from collections import Counter, defaultdict
 from dataclasses import dataclass
 from pathlib import Path
 
+import peakattn
+import peakattn_lab
 from peakattn.backends import cubin
 from peakattn.backends.contract import Artifacts
 from peakattn_lab.inspection import ptx as ptx_loops
@@ -48,7 +50,8 @@ def of_function(function: Function) -> list[LineCounts]:
     for loop in function.loops:
         counts: dict[Place, Counter[str]] = defaultdict(Counter)
         for i in loop.instructions:
-            counts[places.get(i.address, ("", 0))][i.head] += 1
+            file, line = places.get(i.address, ("", 0))
+            counts[_today(file), line][i.head] += 1
         made.append(LineCounts("SASS", counts))
     return made
 
@@ -66,13 +69,26 @@ def _same_code(facts: Artifacts) -> bytes | None:
     return None
 
 
+def _today(file: str) -> str:
+    """Where a source file of these packages is now.
+
+    A compiler's cache knows a kernel by its text: what it gives out may have been compiled in another checkout, which may
+    have moved or gone since. The lines are the same there, or the kernel would have been compiled anew.
+    """
+    for package in (peakattn, peakattn_lab):
+        _, inside, tail = file.rpartition(f"/{package.__name__}/")
+        if inside and (here := Path(package.__path__[0], tail)).exists():
+            return str(here)
+    return file
+
+
 def _ptx_counts(whole: str, loop: str) -> dict[Place, Counter[str]]:
     files = dict(_FILE.findall(whole))
     counts: dict[Place, Counter[str]] = defaultdict(Counter)
     place = ("", 0)
     for line in loop.splitlines():
         if where := _LOC.match(line):
-            place = files.get(where[1], ""), int(where[2])
+            place = _today(files.get(where[1], "")), int(where[2])
         elif found := _PTX_INSTRUCTION.match(line):
             counts[place][found[1].split(".")[0]] += 1
     return counts
