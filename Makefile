@@ -33,7 +33,7 @@ demo: venv
 	$(BIN)/peakattn demo
 
 test: venv
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) -m "not gpu"
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "not gpu"
 
 check: venv
 	$(BIN)/ruff check .

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import sysconfig
@@ -47,7 +48,8 @@ def python(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def _run(*command: str) -> str:
-    result = subprocess.run(command, capture_output=True, text=True, cwd=Path(command[0]).parent)
+    env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}  # it would hide what is installed
+    result = subprocess.run(command, capture_output=True, text=True, cwd=Path(command[0]).parent, env=env)
     assert result.returncode == 0, f"{' '.join(command)}\n{result.stdout}\n{result.stderr}"
     return result.stdout.strip()
 

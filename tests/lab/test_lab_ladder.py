@@ -399,6 +399,8 @@ def test_the_command_lists_and_compares():
     assert "RTX 4070 SUPER" in listed.output
     assert run("triton", "--diff", "5").output.count("exp2") >= 4
     assert "is the first rung" in run("triton", "--diff", "1").output
+    arguments, _, _ = run("--help").output.partition("Options")
+    assert [language for language in ladder.LANGUAGES if language not in arguments] == []
 
 
 def test_the_command_refuses_in_sentences():

@@ -26,7 +26,7 @@ _TOKENS = 16384  # of a call, and num_heads x head_dim = 2048: the cells of the 
 
 
 def ladder(
-    language: Annotated[str, typer.Argument(help="triton, ...")] = "triton",
+    language: Annotated[str, typer.Argument(help="triton, cute, cuda or cutile.")] = "triton",
     rung: Annotated[list[str] | None, typer.Option(help="Steps, such as 4; all if none.")] = None,
     seqlen: Annotated[str, typer.Option(help="Comma-separated lengths.")] = "1024,4096,16384",
     head_dim: Annotated[str, typer.Option(help="Comma-separated head sizes.")] = "64,128",
