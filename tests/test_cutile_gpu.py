@@ -19,19 +19,11 @@ LENGTHS = [(1, 600), (65, 600), (300, 300), (600, 257), (1024, 1024)]
 
 def config(head_dim: int, causal: bool) -> dict[str, Any]:
     """Two row tiles with the knobs that the defaults give them for long rows, and 64 causal, which no default gives them."""
+    tiles = {"block_m": 64, "occupancy": 1, "row_tiles": 2}
     if head_dim == 256:
-        return {
-            "block_m": 64,
-            "block_n": 128,
-            "occupancy": 1,
-            "block_masked": 64,
-            "row_sums": 16,
-            "row_tiles": 2,
-            "stagger": 20,
-        }
+        return {**tiles, "block_n": 128, "block_masked": 64, "row_sums": 16, "stagger": 20}
     masked, row_sums = (64, 64) if head_dim == 64 else (128, 1 if causal else 8)
-    wide = {"block_m": 64, "block_n": 256, "occupancy": 1, "row_tiles": 2, "stagger": 65}
-    return {**wide, "block_masked": masked, "row_sums": row_sums}
+    return {**tiles, "block_n": 256, "block_masked": masked, "row_sums": row_sums, "stagger": 65}
 
 
 def tensors(head_dim: int, seqlens: tuple[int, int]) -> list[torch.Tensor]:

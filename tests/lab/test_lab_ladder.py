@@ -38,6 +38,7 @@ def ids(rung: ladder.Rung) -> str:
 @pytest.mark.parametrize("rung", RUNGS, ids=ids)
 def test_a_rung_says_what_it_is_and_stays_short(rung):
     assert rung.id.startswith(f"ladder.{rung.language}.step")
+    assert ladder._file(rung.module).read_text().startswith(f'"""Step {rung.step}: ')
     assert rung.idea.endswith(".")
     assert rung.prediction.endswith(".")
     assert rung.why == "" or rung.why.endswith(".")

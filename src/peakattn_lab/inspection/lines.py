@@ -10,7 +10,6 @@ from pathlib import Path
 import peakattn
 import peakattn_lab
 from peakattn.backends import cubin
-from peakattn.backends.contract import Artifacts
 from peakattn_lab.inspection import ptx as ptx_loops
 from peakattn_lab.inspection import tools
 from peakattn_lab.inspection.kernel import Function, Inspection
@@ -38,10 +37,11 @@ class LineCounts:
 def of_function(function: Function) -> list[LineCounts]:
     """For each hot loop; of the machine code where it can be traced to lines, else of the PTX. ValueError when neither can."""
     facts = function.facts
-    code = facts.ptx or ""
+    # Its file names as they are today serve both ways, as an assembler writes what stands here into the machine code.
+    code = _FILE.sub(lambda found: found[0].replace(found[2], _today(found[2])), facts.ptx or "")
     if not re.search(r"^\s*\.loc\s", code, re.MULTILINE):
         raise ValueError(f"{facts.name} has no line information: its compiler wrote none into the PTX.")
-    found = _same_code(facts)
+    found = _same_code(code, facts.sass or "")
     if found is None:
         note = "no assembler here makes the same machine code of this PTX, so PTX instructions are counted"
         return [LineCounts("PTX", _ptx_counts(code, loop), note) for loop in ptx_loops.hot_loops(code)]
@@ -50,18 +50,17 @@ def of_function(function: Function) -> list[LineCounts]:
     for loop in function.loops:
         counts: dict[Place, Counter[str]] = defaultdict(Counter)
         for i in loop.instructions:
-            file, line = places.get(i.address, ("", 0))
-            counts[_today(file), line][i.head] += 1
+            counts[places.get(i.address, ("", 0))][i.head] += 1
         made.append(LineCounts("SASS", counts))
     return made
 
 
-def _same_code(facts: Artifacts) -> bytes | None:
+def _same_code(ptx: str, sass: str) -> bytes | None:
     """The kernel assembled again with line information, by an assembler that makes the same instructions of it."""
-    wanted = [i.text for i in cubin.instructions(facts.sass or "")]
+    wanted = [i.text for i in cubin.instructions(sass)]
     for ptxas in (*tools.find("ptxas"), *tools.find("ptxas-blackwell")):
         try:
-            binary = tools.assemble(facts.ptx or "", ptxas)
+            binary = tools.assemble(ptx, ptxas)
         except ValueError:
             continue
         if [i.text for i in cubin.instructions(tools.listing(binary))] == wanted:
@@ -88,7 +87,7 @@ def _ptx_counts(whole: str, loop: str) -> dict[Place, Counter[str]]:
     place = ("", 0)
     for line in loop.splitlines():
         if where := _LOC.match(line):
-            place = _today(files.get(where[1], "")), int(where[2])
+            place = files.get(where[1], ""), int(where[2])
         elif found := _PTX_INSTRUCTION.match(line):
             counts[place][found[1].split(".")[0]] += 1
     return counts

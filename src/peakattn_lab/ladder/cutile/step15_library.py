@@ -1,4 +1,4 @@
-"""Step 13: the library's own kernel, with the config that was measured fastest on this GPU.
+"""Step 15: the library's own kernel, with the config that was measured fastest on this GPU.
 
 It takes windows, softcap, any head size and scores of any magnitude, schedules sections of heads whose K and V stay in L2,
 and hides masked values whatever they are.
